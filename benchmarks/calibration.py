@@ -2,7 +2,9 @@
 
 Three kinds of rows: minitron's own runs and Megatron-core's beside them, from the records of kind "compare" in
 results.jsonl (of each case the newest); single ranks of large jobs, alone on a GPU, from those of kind "one_rank"; and
-what NVIDIA, Google, Juelich and Meta published, from published.json. Writes calibration.md beside the results.
+what NVIDIA, Google, Juelich and Meta published, from published.json. Writes calibration.md beside the results, and
+calibration.json for the planner: measured over predicted seconds of the held-out rows by GPU, without those that the
+host bounds.
 
 A configuration is fitted or held out, at all of its scales. `--fit` first finds the constants that no kernel alone
 tells, and writes them to devices.json:
@@ -17,6 +19,7 @@ in_step, all fabrics the same share. Nothing is fitted on a published run, on Me
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -29,9 +32,9 @@ if __name__ == "__main__":
 
 from benchmarks import record
 from benchmarks.cases import CASES
-from minitron.planner.machine import SOFTWARE, Device, Fabric, Machine, read_machines
+from minitron.planner.machine import DEVICES, SOFTWARE, Device, Fabric, Machine, read_machines
 from minitron.planner.plan import Plan, Step, plan
-from minitron.planner.published import DEVICES, configuration, published_steps
+from minitron.planner.published import configuration, published_steps
 from minitron.planner.work import HIDDEN
 
 FOLDER = Path(__file__).resolve().parent
@@ -226,10 +229,9 @@ def store(machines: Machines, path: Path) -> None:
 Predicted = list[tuple[Row, Plan]]
 
 
-def markdown(rows: list[Row], records: list[dict], machines: Machines) -> str:
+def markdown(planned: Predicted, records: list[dict], machines: Machines) -> str:
     """The method, then a line a row: held out first; then errors by group, and what each constant weighs."""
-    lines = ["# Predicted against measured", "", _method(machines)]
-    planned = [(row, predict(row, machines)) for row in rows]
+    lines, rows = ["# Predicted against measured", "", _method(machines)], [row for row, _ in planned]
     for title, chosen in (
         ("Held out", [(row, job) for row, job in planned if not row.fitted]),
         ("Fitted", [(row, job) for row, job in planned if row.fitted]),
@@ -255,6 +257,15 @@ def markdown(rows: list[Row], records: list[dict], machines: Machines) -> str:
     lines += by_group(planned) + validated(records) + one_rank_table(single_ranks(records), machines)
     lines += products_alone(rows, machines)
     return "\n".join(lines + sensitivity(rows, machines) + sources(rows)) + "\n"
+
+
+def held_out(planned: Predicted) -> dict[str, list[float]]:
+    """Measured over predicted seconds of the held-out rows that no host bounds, by GPU."""
+    ratios: dict[str, list[float]] = {}
+    for row, job in planned:
+        if not row.fitted and not row.host_bound:
+            ratios.setdefault(row.device.partition("-")[0], []).append(round(row.seconds / job.step_seconds, 4))
+    return ratios
 
 
 def _off(pair: tuple[Row, Plan]) -> float:
@@ -431,7 +442,8 @@ def _error(predicted: float, measured: float) -> str:
 
 
 METHOD = """\
-Written by `python benchmarks/calibration.py`; no figure in a table is typed in. Constants: `benchmarks/devices.json`.
+Written by `python benchmarks/calibration.py`; no figure in a table is typed in. Constants:
+`minitron/planner/devices.json`.
 
 - Measured alone on an H200: products, attention, copies, NVLink, and what launching a kernel takes the host; kernels of
   a block were counted on single ranks. Those of H100 and A100 are scaled by data sheets and by others' measurements,
@@ -501,8 +513,10 @@ def main(argv: list[str] | None = None) -> int:
         if args.fit:
             machines = fit(rows, machines)
             store(machines, DEVICES)
-        text = markdown(rows, record.rows(args.results), machines)
+        planned = [(row, predict(row, machines)) for row in rows]
+        text = markdown(planned, record.rows(args.results), machines)
         args.results.with_name("calibration.md").write_text(text, encoding="utf-8")
+        args.results.with_name("calibration.json").write_text(json.dumps(held_out(planned)) + "\n", encoding="utf-8")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

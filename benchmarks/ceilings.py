@@ -11,10 +11,10 @@ with and without dropout, forward alone and both. Copies count bytes read and by
 
 A product of all GPUs at once tells how far their speeds lie apart: a step waits for the slowest.
 
-`--device-file FILE` writes the table of `benchmarks/devices.json` with this machine in it, as device and fabric `here`:
-`python tools/plan.py ... --device here --devices FILE`. What no kernel alone tells (in_step, the shares exposed, the
-network between nodes) it takes from the device of that table that is most like it; the spread of speeds, too, where
-fewer than 8 GPUs ran.
+`--device-file FILE` writes the planner's table of devices, minitron/planner/devices.json, with this machine in it as
+device and fabric `here`: `python tools/plan.py ... --device here --devices FILE`. What no kernel alone tells (in_step,
+the shares exposed, the network between nodes) it takes from the device of that table that is most like it; the spread
+of speeds, too, where fewer than 8 GPUs ran.
 """
 
 from __future__ import annotations
@@ -68,7 +68,6 @@ SPREAD_SHAPE, SPREAD_REPEATS = (8192, 8192, 8192), 400  # of a product: half a s
 FEWEST_GPUS = 8  # whose speeds tell how far those of their kind lie apart
 COPY_BYTES, NCCL_BYTES = 2**30, (2**26, 2**29)  # NCCL: of the gathered tensor
 KINDS = ("forward", "input_grad", "weight_grad")
-DEVICES = record.ROOT / "benchmarks" / "devices.json"
 Row = tuple[str, str, float, str]  # what, size, figure, unit
 
 
@@ -183,7 +182,7 @@ def show(rows: list[Row], args: argparse.Namespace) -> None:
 
 def write_device(rows: list[Row], properties, path: Path, world: int = 1) -> None:
     """The table of devices with this machine as `here`. properties: of the GPU, as torch.cuda has them."""
-    devices, fabrics = read_machines(DEVICES)
+    devices, fabrics = read_machines()
     like = next((name for name, one in devices.items() if one.gpu in properties.name), next(iter(devices)))
     gpu, spread = re.sub("^NVIDIA ", "", properties.name), [row[2] for row in rows if row[3] == "%"]
     here = replace(

@@ -55,9 +55,8 @@ from minitron.optim.zero1 import Stats
 from minitron.pipeline import replay as recorded_steps
 from minitron.pipeline.schedule import TICKS, Forward, Operation
 from minitron.planner.dryrun.dryrun import choose_ranks, fake_world, recorded
-from minitron.planner.machine import Machine, read_machines
+from minitron.planner.machine import DEVICES, Machine, read_machines
 from minitron.planner.plan import Step
-from minitron.planner.published import DEVICES
 
 LEFT_OUT = (
     "left out: traffic (job_step_seconds has the planner's), partners that are late, what posting a message to NCCL "

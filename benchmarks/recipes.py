@@ -40,7 +40,6 @@ from minitron.config.schema import Config
 from minitron.planner.dryrun.dryrun import choose_ranks
 from minitron.planner.machine import Machine, read_machines
 from minitron.planner.plan import Step, plan
-from minitron.planner.published import DEVICES
 
 BOTH = (), ("precision.fp8=delayed",)
 FP16 = (), ("precision.dtype=bf16", "precision.fp8=delayed")
@@ -287,7 +286,7 @@ def job_times(job: Job, rows: list[dict]) -> tuple[float, float] | None:
     places = {one_rank.place(run.rank, cfg.parallel.pp, run.world): run.row(rows) for run in (*job.support, main)}
     if None in places.values():
         return None
-    devices, fabrics = read_machines(one_rank.DEVICES)
+    devices, fabrics = read_machines()
     step = Step(cfg, main.world, Machine(devices["h200"], fabrics[main.fabric]))
     return one_rank.job_seconds(step, main.world, places)
 
@@ -314,7 +313,7 @@ def _figure(value: float | None, digits: int) -> str:
 @lru_cache(None)
 def planned(cfg: Config, run: Run) -> float:
     """The planner's seconds of the job's step on H100."""
-    devices, fabrics = read_machines(DEVICES)
+    devices, fabrics = read_machines()
     return plan(cfg, run.world, Machine(devices["h100"], fabrics[run.fabric])).step_seconds
 
 

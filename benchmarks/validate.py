@@ -30,9 +30,8 @@ import torch
 
 from benchmarks import record
 from minitron.config import cli, rules
-from minitron.planner.machine import Machine, read_machines
-from minitron.planner.plan import Plan, plan, room_gib
-from minitron.planner.published import DEVICES
+from minitron.planner.machine import DEVICES, Machine, read_machines
+from minitron.planner.plan import Plan, available_gib, plan
 
 LEAST_SECONDS = 60  # of a job, until one has been longer; with less left none is begun
 MOST_SECONDS = 300  # after which one counts as hanging
@@ -92,7 +91,7 @@ def planned(job: Job, machine: Machine) -> Plan:
     rules.check(cfg, job.gpus)
     made = plan(cfg, job.gpus, machine)
     if not made.fits:
-        raise ValueError(f"needs {made.memory_gib:.1f} GiB of {room_gib(machine):.1f}")
+        raise ValueError(f"needs {made.memory_gib:.1f} GiB of {available_gib(machine):.1f}")
     return made
 
 
@@ -184,7 +183,7 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--device", required=True, help="of the table of devices: h100, h200, a100, ...")
     add("--fabric", help="of the same table (default: the device's usual one)")
-    add("--devices", type=Path, default=DEVICES, metavar="FILE", help="the table (default: benchmarks/devices.json)")
+    add("--devices", type=Path, default=DEVICES, metavar="FILE", help="the table (default: planner/devices.json)")
     add("--output", type=Path, default=Path("validate.jsonl"), metavar="FILE", help="where rows go (validate.jsonl)")
     add("--minutes", type=float, default=20, help="no job is begun that may end later (default: 20)")
     add("--bf16-only", action="store_true", help="leave FP8 out, as without Transformer Engine")

@@ -6,7 +6,7 @@
 #   bash launch/check.sh helm -f launch/helm/a3mega.yaml ... NAME launch/helm           what `helm install` would get
 # A line begins with ok, wrong, or `?` for what cannot be seen from here. Status 1 if anything is wrong.
 #
-#   DEVICE   the nodes' GPUs, one of benchmarks/devices.json (default: h100)
+#   DEVICE   the nodes' GPUs, one of minitron/planner/devices.json (default: h100)
 #   PYTHON   with CONTAINER and for helm: a Python that has minitron's packages, torch aside (default: python3)
 #   and all that the job itself reads, see `bash launch/pretrain.sh --help`
 set -euo pipefail

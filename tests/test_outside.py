@@ -181,13 +181,15 @@ TABLE = [
     Outside(
         "metrics.jsonl, round.json, beats",
         "other programs that write to the folder of the run",
-        "64 MiB of JSON; one row at a time",
+        "64 MiB of JSON; one row at a time, 16 MiB of it",
         "skipped and counted; the run goes on",
         (
             "supervise/test_supervisor.py::test_garbage_in_all_files_does_not_end_a_run",
             "supervise/test_supervisor.py::test_garbage_in_beats_is_skipped_and_counted",
             "supervise/test_supervisor.py::test_garbage_in_the_round_is_skipped_and_counted",
+            "supervise/test_supervisor.py::test_the_last_step_is_looked_for_in_a_regular_file_alone",
             "supervise/test_goodput.py::test_rows_of_others_are_skipped_and_counted",
+            "supervise/test_goodput.py::test_a_line_without_end_is_read_in_parts",
         ),
     ),
     Outside(
@@ -223,6 +225,7 @@ TABLE = [
             "tools/test_limits.py::test_an_error_that_quotes_a_file_is_as_short_as_a_line",
             "tools/test_limits.py::test_a_run_s_name_is_no_escape_and_no_formula",
             "supervise/test_supervisor.py::test_a_reason_is_one_line",
+            "supervise/test_supervisor.py::test_what_a_rank_says_moves_no_cursor",
         ),
     ),
     Outside(

@@ -35,9 +35,9 @@ from minitron.interop.tokenizers import load_tokenizer
 from minitron.planner.command import DEVICES, chosen
 from minitron.planner.command import layout as described
 from minitron.planner.failures import state_bytes
+from minitron.planner.fit import nearest_fit
 from minitron.planner.machine import Machine
-from minitron.planner.plan import plan, room_gib
-from minitron.planner.remedy import remedy
+from minitron.planner.plan import available_gib, plan
 
 
 class Unseen(ValueError):
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> None:
     add("--world", type=int, help="GPUs in all")
     add("--device", default="h100", help="of the table of devices: h100, h200, a100, ... (default: h100)")
     add("--fabric", help="of the same table (default: the device's usual one)")
-    add("--devices", type=Path, default=DEVICES, metavar="FILE", help="the table (default: benchmarks/devices.json)")
+    add("--devices", type=Path, default=DEVICES, metavar="FILE", help="the table (default: planner/devices.json)")
     add("--manifests", action="store_true", help="read the job from stdin, as `helm template` prints launch/helm's")
     add("--skip", action="append", default=[], choices=CHECKS, help="leave a part out; may be given again")
     o = parser.parse_intermixed_args(argv)
@@ -126,8 +126,8 @@ def memory(job: Job) -> str:
     except ValueError as error:
         raise Unseen(f"not planned: {error}") from None
     if not planned.fits:
-        raise ValueError(remedy(planned, job.cfg))
-    gpu, room = job.machine.device.gpu, room_gib(job.machine)
+        raise ValueError(nearest_fit(planned, job.cfg))
+    gpu, room = job.machine.device.gpu, available_gib(job.machine)
     step = f"a step takes about {planned.step_seconds:.2f} s"
     return f"{planned.memory_gib:.1f} of the {room:.1f} GiB that {gpu} leaves, as planned; {step}"
 

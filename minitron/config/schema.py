@@ -17,8 +17,8 @@ from __future__ import annotations
 import functools
 import math
 import types
-from collections.abc import Iterator
-from dataclasses import Field, dataclass, field, fields, is_dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from typing import Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 
@@ -291,6 +291,11 @@ class Config:
     def num_microbatches(self, dp: int) -> int:
         """Count the forward passes per step of each of `dp` data-parallel ranks."""
         return self.train.global_batch_size // (self.train.micro_batch_size * dp)
+
+
+def changed(cfg: Config, **sections: Mapping[str, object]) -> Config:
+    """Return cfg with other values of some keys: changed(cfg, train=dict(steps=2), parallel=dict(tp=4))."""
+    return replace(cfg, **{name: replace(getattr(cfg, name), **values) for name, values in sections.items()})
 
 
 # ---- the keys as a list ---------------------------------------------------------------------------------------------

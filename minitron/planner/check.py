@@ -1,28 +1,28 @@
 """Proof that a schedule is complete, in order and free of deadlock, before any GPU waits for it.
 
-A wrong schedule rarely crashes: it hangs, or it trains on the wrong tensor.  Both can be read off the data:
-1. One rank alone: each microbatch goes once through each chunk, forward before backward, and weight gradients that a
-   backward puts off after it; every input is received once, before its use, which waits for it; every output is sent
-   once, after it was made.
-2. Two ranks: the n-th message that one sends is the n-th that the other receives.  NCCL matches by order, so a swap
-   would hand over another microbatch's tensor without an error.
-3. All ranks: let every Exchange block until each partner stands at the matching one, and run to the end.  The
-   executor only posts Exchanges and waits later, so what never stops here never hangs there.
+A wrong schedule rarely crashes: it hangs, or it trains on the wrong tensor. Both can be read off the data:
+1. One rank alone: each microbatch runs once through each chunk, the forward before the backward, and weight gradients
+   after the backward that puts them off. Every input is received before its use, and the use waits for it. An output is
+   sent once at most, after it was made.
+2. Two ranks: the n-th message that one sends is the n-th that the other receives. NCCL matches by order, so a swap
+   would deliver another microbatch's tensor without an error. With 1, no message is missing and none has no use.
+3. All ranks: a walk in which every Exchange blocks until each partner has reached the matching one comes to the end.
+   The executor only posts Exchanges and waits later, so it cannot hang where this walk does not.
 
-The deadlock that "send my output and receive my next input" runs into, with pp = 2, vp = 2 and four microbatches:
+The deadlock of "send my output and receive my next input", with pp = 2, vp = 2 and four microbatches:
 
     rank 0    [send gradient 0]    F3    [send activation 3, receive gradient 1]
     rank 1    [send gradient 1]    F2    [send activation 2, receive gradient 0]
 
 Each rank's first Exchange is met by the other's second.
 
-Left out: whether the values are right.  The executor's tests compare them with a single process.
+Left out: whether the values are right. The executor's tests compare them with a single process.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections import Counter
 
 from minitron.pipeline.schedule import (
+    TICKS,
     Backward,
     BackwardInput,
     Exchange,
@@ -33,165 +33,105 @@ from minitron.pipeline.schedule import (
     input_of,
     output_of,
 )
+from minitron.planner.walk import Meetings, meetings, walk
 
-Ran = tuple[type[Operation], int, int]  # its type, mb, chunk
 
+def check(schedule: Schedule) -> Meetings:
+    """Return which Exchanges meet.
 
-def check(schedule: Schedule) -> None:
-    """Raise ValueError, naming rank and action, if the schedule is incomplete, out of order, or can deadlock."""
+    Raises ValueError, naming rank and action, if the schedule is incomplete, out of order, or can deadlock.
+    """
     if len(schedule.ranks) != schedule.pp:
         raise ValueError(f"the schedule has actions for {len(schedule.ranks)} ranks, but pp={schedule.pp}")
     for rank in range(schedule.pp):
-        _check_rank(schedule, rank)
-    _check_rendezvous(schedule, match_exchanges(schedule))
-
-
-def match_exchanges(schedule: Schedule) -> list[dict[int, tuple[tuple[int, int], ...]]]:
-    """Pair sends with receives, first in, first out.
-
-    Returns for each rank: index of an Exchange -> the (peer, index of the peer's Exchange) that it meets.
-    Raises ValueError where the order of a pair's sends is not that of its receives.
-    """
-    sends, recvs = defaultdict(list), defaultdict(list)  # (source, target) -> [(action index, kind, mb, stage)]
-    for rank, actions in enumerate(schedule.ranks):
-        for index, action in enumerate(actions):
-            if type(action) is Exchange:
-                for t in action.sends:
-                    sends[rank, t.peer].append((index, t.kind, t.mb, t.stage))
-                for t in action.recvs:
-                    recvs[t.peer, rank].append((index, t.kind, t.mb, t.stage))
-    meets: list[dict[int, tuple[tuple[int, int], ...]]] = [defaultdict(tuple) for _ in schedule.ranks]
-    for source, target in sorted(sends.keys() | recvs.keys()):
-        sent, received = sends[source, target], recvs[source, target]
-        for n in range(max(len(sent), len(received))):
-            if n >= len(sent) or n >= len(received) or sent[n][1:] != received[n][1:]:
-                raise ValueError(
-                    f"message {n} from rank {source} to rank {target} differs at its ends: "
-                    f"sent as {_message(sent, n)}, received as {_message(received, n)}"
-                )
-            meets[source][sent[n][0]] += ((target, received[n][0]),)
-            meets[target][received[n][0]] += ((source, sent[n][0]),)
+        _CheckedRank(schedule, rank).run()
+    meets = meetings(schedule)
+    ranks = walk(schedule, dict.fromkeys(TICKS, [0.0] * (schedule.pp * schedule.vp)), meets=meets, blocking=True)
+    stuck = []
+    for one in (one for one in ranks if not one.ended):  # in the Exchange before its position
+        peers = [peer for peer, number in one.meets[len(one.over)] if number >= len(ranks[peer].started)]
+        index = one.position - 1
+        stuck.append(f"rank {one.rank} at action {index} {one.actions[index]} waits for rank {peers[0]}")
+    if stuck:
+        raise ValueError("deadlock: " + "; ".join(stuck))
     return meets
 
 
-def _message(messages: Sequence[tuple[int, str, int, int]], n: int) -> str:
-    if n >= len(messages):
-        return "nothing"
-    index, kind, mb, stage = messages[n]
-    return f"{kind} of mb {mb} for stage {stage} (action {index})"
+class _CheckedRank:
+    """The state of one rank in its list of actions: what it has run, has received and can send."""
 
+    def __init__(self, schedule: Schedule, rank: int):
+        self.schedule, self.rank, self.actions = schedule, rank, schedule.ranks[rank]
+        self.ran: set[tuple[type[Operation], int, int]] = set()  # type, mb, chunk
+        self.done: Counter[tuple[type[Operation], int]] = Counter()  # operations that have run, by type and chunk
+        self.counts = Counter((type(op), op.chunk) for op in self.actions if not isinstance(op, Exchange))  # all
+        self.received: dict[Transfer, int] = {}  # -> number of Exchanges that must be complete before it is used
+        self.unsent: set[Transfer] = set()
+        self.exchanges = 0
 
-def _check_rank(schedule: Schedule, rank: int) -> None:
-    """Walk one rank's actions, keeping what it has run, received and not yet sent."""
-    pp, vp, m = schedule.pp, schedule.vp, schedule.num_microbatches
-    ran: set[Ran] = set()
-    done: Counter[tuple[type[Operation], int]] = Counter()
-    received: dict[Transfer, int] = {}  # -> number of Exchanges that must be complete before it is used
-    exchanges = 0
-    unsent: set[Transfer] = set()
-    counts = Counter(
-        (type(action), action.chunk) for action in schedule.ranks[rank] if not isinstance(action, Exchange)
-    )
-    for index, action in enumerate(schedule.ranks[rank]):
-        if isinstance(action, Exchange):
-            exchanges += 1
-            problem = _exchange_problem(action, received, unsent, exchanges)
-        else:
-            problem = _operation_problem(action, ran, (m, vp), counts, done) or _route_problem(
-                action, received, input_of(action, rank, pp, vp), output_of(action, rank, pp, vp)
-            )
-            if action.input is not None:
-                received.pop(action.input, None)
-            ran.add((type(action), action.mb, action.chunk))
-            done[type(action), action.chunk] += 1
-            if action.output is not None:
-                unsent.add(action.output)
-        if problem:
-            raise ValueError(f"rank {rank}, action {index} {action}: {problem}")
-    split = any(kind is BackwardInput for kind, _ in counts)
-    expected = m * vp * ((3 if split else 2) if schedule.training else 1)
-    if len(ran) != expected:
-        raise ValueError(f"rank {rank} runs {len(ran)} operations instead of {expected}")
-    if unsent:
-        raise ValueError(f"rank {rank} never sends {unsent.pop()}")
-    if received:
-        raise ValueError(f"rank {rank} never uses {next(iter(received))}, which it receives")
+    def run(self) -> None:
+        """Raise ValueError for the first action that is wrong, and for what is missing at the end."""
+        for index, action in enumerate(self.actions):
+            if problem := self._post(action) if isinstance(action, Exchange) else self._compute(action):
+                raise ValueError(f"rank {self.rank}, action {index} {action}: {problem}")
+        split = any(kind is BackwardInput for kind, _ in self.counts)
+        passes = (3 if split else 2) if self.schedule.training else 1
+        expected = self.schedule.num_microbatches * self.schedule.vp * passes
+        if len(self.ran) != expected:
+            raise ValueError(f"rank {self.rank} runs {len(self.ran)} operations instead of {expected}")
 
-
-def _operation_problem(
-    op: Operation,
-    ran: set[Ran],
-    sizes: tuple[int, int],
-    counts: Counter[tuple[type[Operation], int]],
-    done: Counter[tuple[type[Operation], int]],
-) -> str:
-    """Say why `op` cannot run now; '' if it can. counts, done: of all and of those run, by type and chunk."""
-    if not (0 <= op.mb < sizes[0] and 0 <= op.chunk < sizes[1]):
-        return f"there are {sizes[0]} microbatches and {sizes[1]} chunks"
-    if (type(op), op.mb, op.chunk) in ran:
-        return "runs a second time"
-    if isinstance(op, Forward):
+    def _compute(self, op: Operation) -> str:
+        """Run an operation. Return why it cannot run now; '' if it can."""
+        if problem := self._order_problem(op) or self._route_problem(op):
+            return problem
+        self.ran.add((type(op), op.mb, op.chunk))
+        self.done[type(op), op.chunk] += 1
+        if op.output is not None:
+            self.unsent.add(op.output)
         return ""
-    before = done[type(op), op.chunk]
-    if isinstance(op, Backward):
-        if (Forward, op.mb, op.chunk) not in ran:
-            return "its forward has not run"
-        if counts[Backward, op.chunk] and counts[BackwardInput, op.chunk]:
-            return "a chunk's backwards are all whole or all split"
-        if op.first != (before == 0):
-            return "`first` belongs on the chunk's first backward and only there"
-    elif (BackwardInput, op.mb, op.chunk) not in ran:
-        return "no backward has put off what it computes"
-    if op.last != (before == counts[type(op), op.chunk] - 1):
-        return "`last` belongs on the chunk's last backward and only there"
-    return ""
 
+    def _order_problem(self, op: Operation) -> str:
+        m, vp, counts = self.schedule.num_microbatches, self.schedule.vp, self.counts
+        if not (0 <= op.mb < m and 0 <= op.chunk < vp):
+            return f"there are {m} microbatches and {vp} chunks"
+        if (type(op), op.mb, op.chunk) in self.ran:
+            return "runs a second time"
+        if isinstance(op, Forward):
+            return ""
+        before = self.done[type(op), op.chunk]
+        if isinstance(op, Backward):
+            if (Forward, op.mb, op.chunk) not in self.ran:
+                return "its forward has not run"
+            if counts[Backward, op.chunk] and counts[BackwardInput, op.chunk]:
+                return "a chunk's backwards are all whole or all split"
+            if op.first != (before == 0):
+                return "`first` belongs on the chunk's first backward and only there"
+        elif (BackwardInput, op.mb, op.chunk) not in self.ran:
+            return "no backward has put off what it computes"
+        if op.last != (before == counts[type(op), op.chunk] - 1):
+            return "`last` belongs on the chunk's last backward and only there"
+        return ""
 
-def _route_problem(op: Operation, received: dict[Transfer, int], needed: Transfer | None, made: Transfer | None) -> str:
-    """Say why the input and output of `op` are not those of its stage, or not there; '' if they are."""
-    if op.input != needed or op.output != made:
-        return f"takes {op.input} and makes {op.output} instead of {needed} and {made}"
-    if needed is not None and needed not in received:
-        return f"its input {needed} has not been received"
-    if needed is not None and op.after < received[needed]:
-        return f"waits for {op.after} Exchanges, but its input comes with number {received[needed]}"
-    return ""
+    def _route_problem(self, op: Operation) -> str:
+        """Return why input and output are not those of the stage, or why the input is not there in time."""
+        place = self.rank, self.schedule.pp, self.schedule.vp
+        needed, made = input_of(op, *place), output_of(op, *place)
+        if op.input != needed or op.output != made:
+            return f"takes {op.input} and makes {op.output} instead of {needed} and {made}"
+        if needed is not None and needed not in self.received:
+            return f"its input {needed} has not been received"
+        if needed is not None and op.after < self.received[needed]:
+            return f"waits for {op.after} Exchanges, but its input comes with number {self.received[needed]}"
+        return ""
 
-
-def _exchange_problem(exchange: Exchange, received: dict[Transfer, int], unsent: set[Transfer], number: int) -> str:
-    """Say why the Exchange, the rank's `number`-th, cannot be posted now; '' if it can.
-
-    Moves its Transfers out of `unsent` and into `received`.
-    """
-    if exchange.after >= number:
-        return f"waits for {exchange.after} Exchanges and is number {number} itself"
-    for transfer in exchange.sends:
-        if transfer not in unsent:
-            return f"sends {transfer}, which is not there to be sent"
-        unsent.remove(transfer)
-    for transfer in exchange.recvs:
-        if transfer in received:
-            return f"receives {transfer} a second time"
-        received[transfer] = number
-    return ""
-
-
-def _check_rendezvous(schedule: Schedule, meets: list[dict[int, tuple[tuple[int, int], ...]]]) -> None:
-    """Run all ranks; a rank leaves an Exchange when every partner has reached the matching one."""
-    position = [0] * schedule.pp  # the action at which each rank stands
-    moved = True
-    while moved:
-        moved = False
-        for rank, actions in enumerate(schedule.ranks):
-            while position[rank] < len(actions) and all(
-                position[peer] >= index for peer, index in meets[rank].get(position[rank], ())
-            ):
-                position[rank] += 1
-                moved = True
-    stuck = []
-    for rank, actions in enumerate(schedule.ranks):
-        if position[rank] < len(actions):
-            waits = [peer for peer, index in meets[rank][position[rank]] if position[peer] < index]
-            stuck.append(f"rank {rank} at action {position[rank]} {actions[position[rank]]} waits for rank {waits[0]}")
-    if stuck:
-        raise ValueError("deadlock: " + "; ".join(stuck))
+    def _post(self, exchange: Exchange) -> str:
+        """Post an Exchange. Return why it cannot be posted now; '' if it can."""
+        self.exchanges += 1
+        if exchange.after >= self.exchanges:
+            return f"waits for {exchange.after} Exchanges and is number {self.exchanges} itself"
+        for transfer in exchange.sends:
+            if transfer not in self.unsent:
+                return f"sends {transfer}, which has not been made or is sent already"
+            self.unsent.remove(transfer)
+        self.received |= dict.fromkeys(exchange.recvs, self.exchanges)
+        return ""

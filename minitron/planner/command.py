@@ -8,12 +8,12 @@
     python tools/plan.py configs/gpt3_175b.yaml --world 128 --device h100 --search --sweep world=128,256 \
         --sweep train.global_batch_size=256,512
 
---search ranks all layouts that fit, for the same global batch, shows what less memory costs, and counts why the others
-fell. --sweep plans the job for several values of a key, or of the GPUs (world); with --search the best layout of
-each. A job that does not fit is one line, with the nearest change that would, and exit status 1. Devices and fabrics:
-benchmarks/devices.json; `benchmarks/ceilings.py --device-file` writes such a table for your own machine. How far
-predictions are from measurements: benchmarks/results/calibration.md. --mtbf-hours adds what failures make of days and
-cost, and how often the job had best save; the rest of what it takes is printed with its source. Jobs of other sizes, in
+--search ranks all layouts that fit, for the same global batch, shows what less memory costs, and counts why it rejected
+the others. --sweep plans the job for several values of a key, or of the GPUs (world); with --search the best layout of
+each. For a job that does not fit it prints the nearest change that would, and exits with status 1. Devices and fabrics:
+minitron/planner/devices.json; `benchmarks/ceilings.py --device-file` writes such a table for your own machine. How far
+predictions are from measurements: benchmarks/results/calibration.md. --mtbf-hours adds failures to days and
+cost, and the best interval between saves; the other inputs are printed with their sources. Jobs of other sizes, in
 --sweep and --draw, fail in proportion to their GPUs. Needs no torch.
 """
 
@@ -24,21 +24,18 @@ import json
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import groupby, product
 from pathlib import Path
 
 from minitron.config import cli, rules
 from minitron.config.command import Parser
-from minitron.config.schema import Config
+from minitron.config.schema import Config, changed
 from minitron.planner import cost, pictures
 from minitron.planner.failures import SOURCES, Failures, failures
-from minitron.planner.lighter import lighter
-from minitron.planner.machine import SOFTWARE, Machine, read_machines
+from minitron.planner.fit import changes, memory_options, nearest_fit, written
+from minitron.planner.machine import DEVICES, SOFTWARE, Machine, read_machines
 from minitron.planner.pictures import MEANINGS
-from minitron.planner.plan import Plan, plan, room_gib
-from minitron.planner.published import DEVICES
-from minitron.planner.remedy import changes, remedy, written
+from minitron.planner.plan import Plan, available_gib, plan
 from minitron.planner.search import Found, search
 from minitron.planner.work import HIDDEN
 
@@ -57,15 +54,15 @@ def main(argv: list[str]) -> None:
     if o.search:
         found = search(cfg, o.world, machine, o.count)
         if not found.best:
-            raise ValueError(remedy(job, given))
+            raise ValueError(nearest_fit(job, given))
         print(json.dumps(search_record(found, job, given, o.tokens)) if o.json else ranking(found, job, given))
         return
-    print(json.dumps(record(job, o.tokens) | life_record(job, o)) if o.json else table(job, o))
+    print(json.dumps(record(job, o.tokens) | failure_record(job, o)) if o.json else table(job, o))
     if o.draw is not None:
         for path in pictures.draw(job, o.draw, o.tokens, lambda other: goodput(other, o)):
             print(path, file=sys.stderr)
     if not job.fits:
-        raise ValueError(remedy(job, given))
+        raise ValueError(nearest_fit(job, given))
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -76,21 +73,21 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--device", required=True, help="of the table of devices: h100, h200, a100, ...")
     add("--fabric", help="of the same table (default: the device's usual one)")
     add("--software", choices=SOFTWARE, default="minitron", help="whose kernels and overlap (default: minitron)")
-    add("--devices", type=Path, default=DEVICES, metavar="FILE", help="the table (default: benchmarks/devices.json)")
+    add("--devices", type=Path, default=DEVICES, metavar="FILE", help="the table (default: planner/devices.json)")
     add("--tokens", type=_positive, default=1e12, help="of a whole training (default: 1e12)")
     add("--json", action="store_true", help="print one object instead of a table")
     add("--search", action="store_true", help="rank all layouts")
     add("--count", type=_positive_int, default=5, help="layouts that --search shows (default: 5)")
     add("--draw", type=Path, metavar="FOLDER", help="write pictures there: timeline, memory, time, scaling, cost")
     add("--sweep", type=_values, action="append", metavar="KEY=V,V", help="plan each value; KEY is world or a key")
-    add("--mtbf-hours", type=_positive, help="mean time between failures of the job: what they make of the days")
+    add("--mtbf-hours", type=_positive, help="mean time between failures of the job; adds their cost")
     add("--recovery-seconds", type=_positive, help="from a failure to the first new step")
     add("--save-cost-seconds", type=_positive, help="that training loses to a save")
     add("--save-seconds", type=_positive, help="until a save is whole")
     o = parser.parse_intermixed_args(argv)
     more = [name for name in ("recovery_seconds", "save_cost_seconds", "save_seconds") if getattr(o, name) is not None]
     if more and o.mtbf_hours is None:
-        raise ValueError(f"--{more[0].replace('_', '-')} is of a job that fails; give --mtbf-hours, too")
+        raise ValueError(f"--{more[0].replace('_', '-')} needs the time between failures; give --mtbf-hours, too")
     if o.search and o.mtbf_hours is not None and not o.sweep:
         raise ValueError("--mtbf-hours is of one plan; leave --search out, and give the layout that it found")
     if o.search and o.draw is not None:
@@ -137,7 +134,7 @@ def chosen(o: argparse.Namespace) -> Machine:
 
 
 def record(job: Plan, tokens: float) -> dict:
-    """What --json prints: seconds and GiB, of a rank; the layout as the configuration's keys."""
+    """Return what --json prints: seconds and GiB of a rank; the layout as keys of the configuration."""
     p, t = job.cfg.parallel, job.cfg.train
     return {
         "step_seconds": job.step_seconds,
@@ -145,7 +142,7 @@ def record(job: Plan, tokens: float) -> dict:
         "memory_gib": job.memory_gib,
         "graph_gib": job.graph_gib,
         "stays_eager": job.stays_eager,
-        "room_gib": room_gib(job.machine),
+        "room_gib": available_gib(job.machine),
         "fits": job.fits,
         "tokens_per_second": job.tokens_per_second,
         **cost.cost(job, tokens)._asdict(),
@@ -191,7 +188,7 @@ def table(job: Plan, o: argparse.Namespace) -> str:
     lines = [
         f"{job.world} x {job.machine.device.gpu}: {layout(job.cfg, job.world)}",
         "",
-        f"memory {job.memory_gib:8.2f} GiB of {room_gib(job.machine):.1f} on pipeline rank {job.fullest}: "
+        f"memory {job.memory_gib:8.2f} GiB of {available_gib(job.machine):.1f} on pipeline rank {job.fullest}: "
         f"{'fits' if job.fits else 'does not fit'}",
     ]
     lines += [
@@ -217,12 +214,12 @@ def table(job: Plan, o: argparse.Namespace) -> str:
         lines += ["", f"bound by the host, which launches kernels too slowly: {host_remedy(job)}"]
     if not job.fits or job.stays_eager:
         lines += ["", *memory_keys(job)]
-    lines += ["", *life(job, o)]
-    return "\n".join([*lines, cost.told(job, tokens, goodput(job, o))])
+    lines += ["", *failure_report(job, o)]
+    return "\n".join([*lines, cost.cost_line(job, tokens, goodput(job, o))])
 
 
 def host_remedy(job: Plan) -> str:
-    """Say what helps a step that waits for its host."""
+    """Return what shortens a step that waits for its host."""
     if job.stays_eager:
         return "make room for CUDA graphs, by keys below, more GPUs or another layout"
     if job.machine.software.eager:
@@ -231,9 +228,9 @@ def host_remedy(job: Plan) -> str:
 
 
 def memory_keys(job: Plan) -> list[str]:
-    """What each key that makes a job lighter would save and cost, in the order of what a step then takes."""
-    found = lighter(job)
-    lines = [f"{'GiB':>8} {'saved':>7} {'step s':>9} {'cost':>8}   with"] if found else ["no key makes it lighter"]
+    """List what each key that saves memory saves and costs, the fastest step first."""
+    found = memory_options(job)
+    lines = [f"{'GiB':>8} {'saved':>7} {'step s':>9} {'cost':>8}   with"] if found else ["no key saves memory"]
     for keys, other in found:
         slower = f"{100 * (other.step_seconds / job.step_seconds - 1):+.1f} %"
         lines.append(
@@ -243,18 +240,18 @@ def memory_keys(job: Plan) -> list[str]:
     return lines
 
 
-def reached(job: Plan, lighter_job: Plan) -> str:
-    """Name what a lighter job reaches that this one does not."""
+def reached(job: Plan, option: Plan) -> str:
+    """Return what the option reaches and the job does not: that it fits, or that its steps are recorded."""
     if job.fits:
-        return "" if lighter_job.stays_eager else ": recorded"
-    return ": fits" if lighter_job.fits else ""
+        return "" if option.stays_eager else ": recorded"
+    return ": fits" if option.fits else ""
 
 
 # ---- with failures ---------------------------------------------------------------------------------------------------
 
 
-def aged(job: Plan, o: argparse.Namespace) -> Failures | None:
-    """What failures do to a plan, None if they were not asked for. --mtbf-hours is that of --world GPUs."""
+def failure_model(job: Plan, o: argparse.Namespace) -> Failures | None:
+    """Return what failures do to a plan; None without --mtbf-hours, which is that of --world GPUs."""
     if o.mtbf_hours is None:
         return None
     mtbf = 3600 * o.mtbf_hours * o.world / job.world
@@ -262,14 +259,14 @@ def aged(job: Plan, o: argparse.Namespace) -> Failures | None:
 
 
 def goodput(job: Plan, o: argparse.Namespace) -> float:
-    """Share of the time that becomes steps which count: all of it if nothing fails."""
-    hard = aged(job, o)
+    """Return the share of the time that becomes steps which count; 1 without failures."""
+    hard = failure_model(job, o)
     return 1.0 if hard is None else hard.goodput()
 
 
-def life_record(job: Plan, o: argparse.Namespace) -> dict:
-    """What --json prints of a job that fails; days and GPU-hours are null if it never ends."""
-    hard = aged(job, o)
+def failure_record(job: Plan, o: argparse.Namespace) -> dict:
+    """Return what --json prints of a job that fails; days and GPU-hours are null if it never ends."""
+    hard = failure_model(job, o)
     if hard is None:
         return {}
     days, hours = cost.cost(job, o.tokens, hard.goodput())
@@ -287,12 +284,12 @@ def life_record(job: Plan, o: argparse.Namespace) -> dict:
     return {"failures": found}
 
 
-def life(job: Plan, o: argparse.Namespace) -> list[str]:
-    """The same in words, with the source of each number, and what checkpoint.every of the configuration would give."""
-    hard = aged(job, o)
+def failure_report(job: Plan, o: argparse.Namespace) -> list[str]:
+    """Describe the same in lines, with the source of each number and the goodput of the configured interval."""
+    hard = failure_model(job, o)
     if hard is None:
         return []
-    found, every = life_record(job, o)["failures"], job.cfg.checkpoint.every
+    found, every = failure_record(job, o)["failures"], job.cfg.checkpoint.every
     days = "no end" if found["days"] is None else f"{found['days']:,.1f} days"
     head = f"failures every {o.mtbf_hours:g} h: {100 * found['goodput']:.2f} % of the time counts, {days}"
     lines = [
@@ -319,23 +316,23 @@ def life(job: Plan, o: argparse.Namespace) -> list[str]:
 
 
 def searchable(cfg: Config, world: int, *, quiet: bool = False) -> Config:
-    """The configuration, with the plainest layout in the place of one that breaks a rule for this world."""
+    """Return the configuration, with the plainest layout if its own breaks a rule for this world."""
     try:
         rules.check(cfg, world)
     except ValueError as error:
-        plainest = replace(cfg.parallel, tp=1, pp=1, vp=1, cp=1, schedule="1f1b", layers_per_stage=None)
-        cfg = replace(cfg, parallel=plainest, train=replace(cfg.train, micro_batch_size=1))
+        plainest = dict(tp=1, pp=1, vp=1, cp=1, schedule="1f1b", layers_per_stage=None)
+        cfg = changed(cfg, parallel=plainest, train=dict(micro_batch_size=1))
         try:
             rules.check(cfg, world)
         except ValueError:
             raise error from None
         if not quiet:
-            print(f"the given layout cannot be: {error}", file=sys.stderr)
+            print(f"the given layout breaks a rule: {error}", file=sys.stderr)
     return cfg
 
 
 def search_record(found: Found, job: Plan, given: Config, tokens: float) -> dict:
-    """given: the configuration that the changes are of; `job` has another layout where `given` breaks a rule."""
+    """Return what --search --json prints. given: as the user wrote it; `job` differs if that breaks a rule."""
     return {
         "given": record(job, tokens),
         "best": [record(best, tokens) for best in found.best],
@@ -347,7 +344,7 @@ def search_record(found: Found, job: Plan, given: Config, tokens: float) -> dict
 
 
 def ranking(found: Found, job: Plan, given: Config) -> str:
-    """The best layouts, what the first would change, and what became of the others."""
+    """Describe the best layouts, what the first changes, and why the others are not shown."""
     figures = f"{job.step_seconds:.3f} s, MFU {mfu(job)}, {job.memory_gib:.1f} GiB"
     lines = [
         f"given: {layout(job.cfg, job.world)}: {figures}{'' if job.fits else ', does not fit'}",
@@ -374,21 +371,21 @@ def ranking(found: Found, job: Plan, given: Config) -> str:
 
 
 def difference(given: Plan, best: Plan, changed: dict[str, object]) -> str:
-    """One line: the keys that differ, and the parts of the step that this makes longer or shorter."""
+    """Describe in one line the keys that differ, and the parts of the step that become longer or shorter."""
     if not changed:
         return "the given layout is the fastest that fits"
     gains = {part: best.seconds[part] - given.seconds[part] for part in MEANINGS}
-    told = sorted((part for part in gains if abs(gains[part]) > 0.002 * given.step_seconds), key=lambda x: gains[x])
+    parts = sorted((part for part in gains if abs(gains[part]) > 0.002 * given.step_seconds), key=lambda x: gains[x])
     share = 100 * (given.step_seconds / best.step_seconds - 1)
     verdict = f"{abs(share):.1f} % {'faster' if share > 0 else 'slower, but it fits'}"
-    return f"{' '.join(written(changed))}: {verdict} ({', '.join(f'{part} {gains[part]:+.3f} s' for part in told)})"
+    return f"{' '.join(written(changed))}: {verdict} ({', '.join(f'{part} {gains[part]:+.3f} s' for part in parts)})"
 
 
 # ---- several jobs ----------------------------------------------------------------------------------------------------
 
 
 def sweep(o: argparse.Namespace, machine: Machine) -> Iterator[dict]:
-    """Plan the job, or with --search its fastest layout, for every combination of values; or say why there is none."""
+    """Plan the job, or with --search its fastest layout, for every combination of values; yield a row of each."""
     for values in product(*(values for _, values in o.sweep)):
         chosen_values = dict(zip((key for key, _ in o.sweep), values))
         keys = [f"{key}={value}" for key, value in chosen_values.items() if key != "world"]
@@ -404,7 +401,7 @@ def sweep(o: argparse.Namespace, machine: Machine) -> Iterator[dict]:
             yield {"sweep": chosen_values, "error": str(error)}
             continue
         more = {"changes": changes(given, job.cfg), "says": layout(job.cfg, world)}
-        yield {"sweep": chosen_values, **record(job, o.tokens), **life_record(job, o), **more}
+        yield {"sweep": chosen_values, **record(job, o.tokens), **failure_record(job, o), **more}
 
 
 def sweep_table(rows: list[dict], tokens: float) -> str:

@@ -1,15 +1,15 @@
 """What a training costs, for `tools/plan.py`: GPU-hours and days, with the range that the planner's errors justify.
 
-A plan is a figure; a buyer needs to know how far it may be off. benchmarks/results/calibration.md has runs that no
-constant was fitted to. Of those on the plan's GPU, the middle four fifths of measured over predicted are the range: one
-run in ten was faster than that, one in ten slower. Evaluation comes on top; so do failures and checkpoints, unless
-`--mtbf-hours` tells how often the job fails.
+A buyer needs to know how far a plan may be off. benchmarks/results/calibration.md has runs that no constant was fitted
+to, and calibration.json beside it their measured over predicted seconds. The range is the middle four fifths of those
+on the plan's GPU: one run in ten was faster than that, one in ten slower. Evaluation is not counted. Failures and
+checkpoints are if `--mtbf-hours` gives the mean time between failures.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable
 from math import inf
 from pathlib import Path
 from statistics import quantiles
@@ -20,9 +20,9 @@ from minitron.planner import style
 from minitron.planner.plan import Plan
 from minitron.planner.style import BLUE, tint
 
-CALIBRATION = ROOT / "benchmarks" / "results" / "calibration.md"
-LEAST = 0.01  # of the time must count, or a job is said to have no end: it has hardly one save between failures
-FEWEST = 5  # rows of one GPU that make a range; with less those of all GPUs do
+CALIBRATION = ROOT / "benchmarks" / "results" / "calibration.json"
+LEAST = 0.01  # of the time must count, or the job never ends: it has hardly one save between failures
+FEWEST = 5  # rows of one GPU that make a range; with fewer those of all GPUs do
 
 
 class Range(NamedTuple):
@@ -45,34 +45,19 @@ def cost(job: Plan, tokens: float, goodput: float = 1.0) -> Cost:
 
 
 def error_range(gpu: str, path: Path = CALIBRATION) -> Range | None:
-    """Read how far predictions for this GPU were off; None without a table of held-out runs."""
-    rows = list(_held_out(path))
-    ratios = [ratio for device, ratio in rows if device.partition("-")[0] == gpu.lower()]
+    """Read how far predictions for this GPU were off; None without a file of enough held-out runs."""
+    by_gpu = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    ratios = by_gpu.get(gpu.lower(), [])
     if len(ratios) < FEWEST:
-        ratios = [ratio for _, ratio in rows]
+        ratios = [ratio for others in by_gpu.values() for ratio in others]
     if len(ratios) < FEWEST:
         return None
     tenths = quantiles(ratios, n=10, method="inclusive")
     return Range(tenths[0], tenths[-1], len(ratios))
 
 
-def _held_out(path: Path) -> Iterator[tuple[str, float]]:
-    """Yield (device, measured over predicted seconds) of the held-out rows; runs bound by the host are no errors."""
-    held_out, columns = False, {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        if line.startswith("#"):
-            held_out, columns = "held out" in line.lower(), {}
-        elif held_out and "predicted s" in cells and "device" in cells:
-            columns = {name: cells.index(name) for name in ("device", "predicted s", "measured s")}
-        elif columns and len(cells) > max(columns.values()) and "bound by the host" not in line:
-            device, predicted, measured = (cells[i] for i in columns.values())
-            if re.fullmatch(r"[\d.]+", predicted) and re.fullmatch(r"[\d.]+", measured):
-                yield device, float(measured) / float(predicted)
-
-
-def told(job: Plan, tokens: float, goodput: float = 1.0) -> str:
-    """Say the cost in one line, with its range."""
+def cost_line(job: Plan, tokens: float, goodput: float = 1.0) -> str:
+    """Describe the cost in one line, with its range."""
     days, hours = cost(job, tokens, goodput)
     text = f"cost   {hours:,.0f} GPU-hours{' with failures' if goodput < 1 else ''}"
     if (off := error_range(job.machine.device.gpu)) is None or days == inf:

@@ -34,10 +34,11 @@ from minitron.pipeline.schedule import (
 )
 from minitron.planner import style
 from minitron.planner.check import check
-from minitron.planner.simulate import Event, Timeline, simulate
+from minitron.planner.simulate import Timeline, simulate
+from minitron.planner.walk import Event
 
 WIDE = 200  # columns; most terminals wrap such a text beyond recognition
-MAX_COLUMNS = 10_000  # of text; nobody reads more, and a thousandfold spread of durations would fill the memory
+MAX_COLUMNS = 10_000  # of text: durations that differ a thousandfold would fill the memory
 LEFT, TOP, ROW, GAP = 44, 58, 13, 2  # points: left of the plot, above it, a row's height, space between rows
 PLOT = 72 * style.WIDTH - LEFT - 12
 DIGIT = 0.65 * style.SMALL
@@ -46,7 +47,7 @@ NAMES = {Forward: "forward", Backward: "backward", BackwardInput: "input gradien
 
 
 def main(argv: list[str]) -> None:
-    parser = Parser(description="Draw a pipeline schedule: who computes what when, and who waits.")
+    parser = Parser(description="Draw a pipeline schedule: when each rank computes what, and when it waits.")
     parser.add_argument("--pp", type=int, required=True, help="pipeline ranks")
     parser.add_argument("--vp", type=int, default=1, help="model chunks per rank (default 1; more: interleaved)")
     parser.add_argument("--schedule", choices=("1f1b", "zb-h1"), default="1f1b", help="default 1f1b")
@@ -58,8 +59,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--svg", type=Path, metavar="FILE", help="also write the drawing there as SVG")
     args = parser.parse_args(argv)
     schedule = make(args.pp, args.vp, args.microbatches, args.schedule)
-    check(schedule)
-    timeline = simulate(schedule, args.forward, args.backward, args.transfer, args.weight)
+    timeline = simulate(schedule, args.forward, args.backward, args.transfer, args.weight, check(schedule))
     text = draw_text(timeline)
     if args.svg is not None:
         try:
@@ -76,30 +76,30 @@ def main(argv: list[str]) -> None:
 
 
 def peak_activations(schedule: Schedule) -> tuple[int, ...]:
-    """For each rank, the most chunk activations alive at once: forwards run minus whole backwards run."""
+    """Count for each rank the most chunk activations alive at once: forwards minus whole backwards."""
     change = {Forward: 1, Backward: -1, BackwardInput: 0, BackwardWeight: -1, Exchange: 0}
     return tuple(max(accumulate(change[type(action)] for action in actions)) for actions in schedule.ranks)
 
 
 def describe(timeline: Timeline) -> str:
-    """One line: the schedule and its bubble."""
+    """Describe the schedule and its bubble in one line."""
     return f"{heading(timeline.schedule)}, {bubble_of(timeline)}"
 
 
 def bubble_of(timeline: Timeline) -> str:
-    """The idle time of all ranks over their compute time."""
+    """Describe the idle time of all ranks over their compute time."""
     return f"bubble {100 * timeline.bubble:.1f} % of the compute time"
 
 
 def heading(s: Schedule) -> str:
-    """The schedule's name and sizes."""
+    """Return the schedule's name and sizes."""
     kind = "Interleaved 1F1B" if s.vp > 1 else s.kind.upper()
     kind = kind if s.training else "Forward only"
     return f"{kind}: pp {s.pp}, vp {s.vp}, microbatches {s.num_microbatches}"
 
 
 def draw_text(timeline: Timeline) -> str:
-    """One row per rank; the shortest operation is as wide as its label, all others in proportion.
+    """Draw one row per rank; the shortest operation is as wide as its label, all others in proportion.
 
     Raises ValueError for more than 26 chunks (letters) or MAX_COLUMNS columns.
     """
@@ -108,7 +108,7 @@ def draw_text(timeline: Timeline) -> str:
         raise ValueError(f"vp={s.vp} has more chunks than the alphabet has letters; use vp=26 or less")
     label = len(str(s.num_microbatches - 1)) + 1
     shortest = min(event.end - event.start for event in timeline.events)
-    wide = label * timeline.makespan / shortest if shortest else inf  # a transfer can be too long to count beside
+    wide = label * timeline.makespan / shortest if shortest else inf  # 0: too short beside a long transfer
     if not wide <= MAX_COLUMNS:  # a NaN is not: seconds without end less seconds without end
         raise ValueError(
             f"the drawing would have {wide:.6g} columns, the limit is {MAX_COLUMNS}; use fewer microbatches, or times "
@@ -135,11 +135,11 @@ def _letter(op: Operation) -> str:
 
 
 def windows(timeline: Timeline) -> list[tuple[str, float, float]]:
-    """Choose what of a step a page can show with a number in every box: (name, start, end) in seconds, one a row.
+    """Choose parts of a step that fit on a page with a number in every box: (name, start, end) in seconds, one a row.
 
-    A short step is there as a whole, a longer one in two halves, of a long one the warm-up and as much from the middle
-    of what is steady: between the last rank's first backward and the first rank's last forward. Where durations differ
-    so much that five of the longest would not fit, the shortest go without a number.
+    A short step is one part, a longer one two halves. Of a long step the parts are the warm-up, and as much from the
+    middle of the steady phase, which is between the last rank's first backward and the first rank's last forward. If
+    durations differ so much that five of the longest do not fit, the shortest have no number.
     """
     s, end = timeline.schedule, timeline.makespan
     seconds = [event.end - event.start for event in timeline.events]
@@ -160,7 +160,7 @@ def windows(timeline: Timeline) -> list[tuple[str, float, float]]:
 def draw_svg(timeline: Timeline, bubble: str | None = None) -> str:
     """Draw `windows` of the step as an SVG document a page wide, in points; boxes have tooltips.
 
-    bubble: what to say of it; default: what `describe` does.
+    bubble: its text; None: that of `describe`.
     """
     pp, shown = timeline.schedule.pp, windows(timeline)
     panel = pp * (ROW + GAP) + 36
@@ -216,7 +216,7 @@ def _box(event: Event, vp: int, x: float, y: float, width: float) -> str:
 
 
 def _legend(timeline: Timeline) -> list[str]:
-    """Each kind of operation that the step has, with the tints of its chunks, and idle."""
+    """Draw each kind of operation of the step with the tints of its chunks, and idle time."""
     parts, x, vp = [], float(LEFT), timeline.schedule.vp
     present = {type(event.action) for event in timeline.events}
     for kind in (kind for kind in NAMES if kind in present):
@@ -235,7 +235,7 @@ def _legend(timeline: Timeline) -> list[str]:
 
 
 def _axis(start: float, end: float, scale: float, y: float) -> list[str]:
-    """A time axis with 5 to 12 ticks at 1, 2 or 5 times a power of ten seconds."""
+    """Draw a time axis with 5 to 12 ticks at 1, 2 or 5 times a power of ten seconds."""
     span = end - start
     power = 10.0 ** floor(log10(span / 5))
     step = max(factor * power for factor in (1, 2, 5) if factor * power <= span / 5)

@@ -1,8 +1,8 @@
-"""A job on paper that fails now and then: how much of its time counts, and how often it had best save.
+"""The goodput of a planned job that fails now and then, and the best interval between its saves.
 
-Problem: a plan's days are those of machines that never fail. The idea: four numbers say what failures cost, and
-the formulas below the rest: how often they come, how long a recovery takes, what a save costs training, and how long
-it takes. The first is the user's, the others have defaults, each with its source in `SOURCES`:
+Problem: a plan's days are those of machines that never fail. The idea: the cost of failures follows from four numbers:
+the time between failures, the time of a recovery, the time that a save takes from training, and the time until a save
+is complete. The user gives the first; the others have defaults, each with its source in `SOURCES`:
 
     a save costs     its wait for the copy, and the share by which steps are slower while files are written
     a save takes     the state, 12 bytes a trained parameter, at what all GPUs can write and the shared disk takes
@@ -14,20 +14,20 @@ Left out: failures of half a job, spare nodes that are missing, evaluations, and
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from minitron.config.save_interval import best_interval
-from minitron.config.schema import Config
+from minitron.config.schema import Config, changed
 from minitron.planner.memory import Memory
 
-STATE_BYTES = 12  # of a trained parameter: master and two moments, float32
+SAVED_BYTES = 12  # of a trained parameter: master and two moments, float32
 WRITE_GB_S, READ_GB_S = 0.91, 0.95  # of a GPU
 SHARED_GB_S = 50.0  # of the shared disk, all together
 COPY_SECONDS, SLOWER = 0.007, 0.004
 NOTICE_SECONDS, START_SECONDS = 60.0, 10.0
 _MEASURED = "benchmarks/checkpoint.py on an H200"
 SOURCES = {
-    "recovery": f"assumed {NOTICE_SECONDS:g} s to notice it and end the ranks; a start of {START_SECONDS:g} s, "
+    "recovery": f"assumed {NOTICE_SECONDS:g} s to detect it and end the ranks; a start of {START_SECONDS:g} s, "
     f"{_MEASURED}; reading the state",
     "cost": f"{1000 * COPY_SECONDS:g} ms of waiting, and steps {100 * SLOWER:g} % slower while files are written, "
     f"{_MEASURED}",
@@ -37,7 +37,7 @@ SOURCES = {
 
 @dataclass(frozen=True)
 class Failures:
-    """What failures and saves do to a job; all in seconds. mtbf: mean time between failures of the whole job."""
+    """Failures and saves of a job; all in seconds. mtbf: mean time between failures of the whole job."""
 
     mtbf: float
     recovery: float
@@ -62,7 +62,7 @@ def failures(
     cost: float | None = None,
     save: float | None = None,
 ) -> Failures:
-    """Take the numbers that are given, and defaults for those that are None."""
+    """Return the given numbers, with defaults for those that are None."""
     gigabytes = state_bytes(cfg) / 1e9
     if save is None:
         save = gigabytes / min(world * WRITE_GB_S, SHARED_GB_S)
@@ -75,9 +75,9 @@ def failures(
 
 def state_bytes(cfg: Config) -> int:
     """Count the bytes of a checkpoint, of all ranks together."""
-    alone = replace(cfg.parallel, tp=1, pp=1, vp=1, cp=1, layers_per_stage=None)
-    memory = Memory(replace(cfg, parallel=alone), cfg.train.global_batch_size, gpus_per_node=1)
-    return STATE_BYTES * memory.trained(0)
+    alone = changed(cfg, parallel=dict(tp=1, pp=1, vp=1, cp=1, layers_per_stage=None))
+    memory = Memory(alone, cfg.train.global_batch_size, gpus_per_node=1)
+    return SAVED_BYTES * memory.trained(0)
 
 
 def predict(interval: float, stall: float, save: float, recovery: float, mtbf: float) -> float:

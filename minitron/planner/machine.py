@@ -1,7 +1,7 @@
 """Estimate the seconds of one operation on a GPU or between GPUs: a product, attention, a message.
 
-Problem: a data sheet's peak says little about a product of [2048, 9216] by [9216, 3072]. The idea: few constants a
-device, each with a meaning and each measured alone (`benchmarks/ceilings.py --device-file`), and one formula each:
+Problem: a product of [2048, 9216] by [9216, 3072] is far from a data sheet's peak. The idea: a few constants per
+device, each measured alone (`benchmarks/ceilings.py --device-file`), and one formula for each kind of operation:
 
     product      operations / rate + bytes / copy rate * `unhidden`; a weight gradient's rate is `weight_grad` of that:
                  its operands are transposed. A product with fewer tiles than the GPU has processors leaves some idle
@@ -22,7 +22,7 @@ Ranks of a ring that share a node share its network cards: each has cards / GPUs
 pod goes `uplinks` of what the cards of a pod could send, shared by the rings that leave it. A ring enters a pod and
 leaves it once, however many of its ranks are inside, so it has as many ranks' share of the uplinks: with 384 of a ring
 in a pod, uplinks of 1/7 slow nothing; with 2, and for messages to the next pod, they do.
-`benchmarks/devices.json` holds the constants with their sources. Left out: jobs of others on the same switches.
+`devices.json` holds the constants with their sources. Left out: jobs of others on the same switches.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from statistics import NormalDist
 
 from minitron.config.files import read_json
 
+DEVICES = Path(__file__).with_name("devices.json")
 MayBeZero = float  # all other numbers are positive
 
 
@@ -51,7 +52,7 @@ class Device:
     unhidden: MayBeZero  # share of a product's memory traffic that its arithmetic does not hide
     attention_tflops: float  # forward and backward, of the pairs under the mask, for endless sequences
     half_keys: MayBeZero  # keys at which attention reaches half of that
-    flash_tflops: float  # the same of flash attention 2, which knows no instructions newer than the A100's
+    flash_tflops: float  # the same of flash attention 2, which uses no instructions newer than the A100's
     flash_half_keys: MayBeZero
     copy_tb_s: float  # bytes read plus bytes written
     pointwise: float  # share of it that fused pointwise kernels reach
@@ -106,7 +107,7 @@ SOFTWARE = {
 }
 
 
-def read_machines(path: Path) -> tuple[dict[str, Device], dict[str, Fabric]]:
+def read_machines(path: Path = DEVICES) -> tuple[dict[str, Device], dict[str, Fabric]]:
     """Read devices and fabrics by name. Raises ValueError for a missing or unknown key, and for a bad number."""
     try:
         content = read_json(path)
@@ -117,7 +118,7 @@ def read_machines(path: Path) -> tuple[dict[str, Device], dict[str, Fabric]]:
         return devices, fabrics
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         needs = f"`devices` with {', '.join(f.name for f in fields(Device))}, and `fabrics`"
-        fix = f"it needs {needs}; benchmarks/devices.json is one"
+        fix = f"it needs {needs}; minitron/planner/devices.json is one"
         raise ValueError(f"{path} is no table of devices ({error}); {fix}") from None
 
 
@@ -175,7 +176,7 @@ class Machine:
         return num_bytes / (self.device.copy_tb_s * 1e12)
 
     def inside(self, ranks: int, stride: int) -> bool:
-        """Tell whether `ranks` of an axis, every `stride`-th rank of the world, are in one node."""
+        """Return whether `ranks` of an axis, every `stride`-th rank of the world, are in one node."""
         return ranks * stride <= self.fabric.gpus_per_node
 
     def collective(self, num_bytes: float, ranks: int, stride: int) -> float:

@@ -24,10 +24,8 @@ With LoRA only adapters have gradients and states, and a product whose weight is
 result, no activation, but where an adapter reads it, and then in bf16.
 
 A step that is recorded as CUDA graphs (pipeline/replay.py) needs more: 4 to 8 KiB in the driver for a kernel or copy,
-and what the pool of its activations leaves unused beyond the fragments of eager steps. Ranks of GPT-3 175B, 70B and
-405B with 23,000 to 53,000 kernels and copies took 0.48 to 0.80 GiB more than eagerly on an H200; `graph` says 0.52 to
-0.63. Evaluation reuses the buffers of a step's FP8 casts. All this is no part of the peak: a recording that finds no
-room leaves the steps eager.
+and what the pool of its activations leaves unused beyond the fragments of eager steps. Evaluation reuses the buffers of
+a step's FP8 casts. None of this is part of the peak: if there is no room for a recording, the steps stay eager.
 
 Sizes that the trainer has a name for come from config/sizes.py. What autograd keeps has none: these formulas follow
 kernels/, parallel/ and model/gpt.py, and tests hold them against what the trainer allocates. Left out: the padding of
@@ -38,12 +36,13 @@ be the peak.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
 from minitron.config import sizes
 from minitron.config.schema import Config
 from minitron.config.sizes import COLUMN_PARALLEL, ITEM, PERSISTENT, StateBytes
-from minitron.pipeline.schedule import BackwardInput, BackwardWeight, Forward, operations
+from minitron.pipeline.schedule import Backward, BackwardInput, BackwardWeight, Forward, Operation, operations
 
 WORKSPACE_BYTES = 32 << 20  # of cuBLAS on Hopper, as torch takes it
 RECEIVED = 6  # tensors between stages that wait, at both ends of a rank
@@ -66,15 +65,15 @@ class Memory(StateBytes):
 
     def peak(self) -> tuple[int, Counter]:
         """Return the pipeline rank that needs most, and its bytes by part."""
-        ranks = [(rank, self.of(rank)) for rank in range(self.cfg.parallel.pp)]
+        ranks = [(rank, self.bytes_by_part(rank)) for rank in range(self.cfg.parallel.pp)]
         return max(ranks, key=lambda pair: pair[1].total())
 
-    def of(self, rank: int) -> Counter:
+    def bytes_by_part(self, rank: int) -> Counter:
         """Count the bytes of a pipeline rank by part."""
-        return Counter(dict(zip(PARTS, (*self.lasting_parts(rank), *self._walk(rank), self._messages(rank)))))
+        return Counter(dict(zip(PARTS, (*self.lasting_parts(rank), *self._at_peak(rank), self._messages(rank)))))
 
     def graph(self, rank: int) -> int:
-        """Estimate the bytes that a pipeline rank needs beside these where its steps are recorded."""
+        """Estimate the bytes that a pipeline rank needs in addition if its steps are recorded."""
         t, pp = self.cfg.train, self.cfg.parallel.pp
         if t.cuda_graph == "off":
             return 0
@@ -131,7 +130,7 @@ class Memory(StateBytes):
         return self.tokens * self.cfg.model.padded_vocab_size // self.tp * ITEM
 
     def _working(self, stage: int) -> int:
-        """Count the bytes that a backward of this stage needs at most beside what was saved."""
+        """Count the bytes that a backward of this stage needs at most in addition to what was saved."""
         m, p, t = self.cfg.model, self.cfg.parallel, self.cfg.train
         h, f = m.hidden_size, m.ffn_hidden_size // self.tp
         gathered = h * ITEM * self.tokens if self.tp > 1 else 0
@@ -157,22 +156,25 @@ class Memory(StateBytes):
             held += 2 * (self.shards - 1) * min(sizes.PIECE_BYTES, shared // self.shards)
         return held
 
-    def _walk(self, rank: int) -> tuple[int, int]:
+    def _at_peak(self, rank: int) -> tuple[int, int]:
         """Return the bytes (saved, worked with) at the peak of the rank's operations."""
-        p = self.cfg.parallel
-        working, saved = ([of(stage) for stage in self.stages(rank)] for of in (self._working, self.saved))
-        live, peak, some = 0, (0, 0), self.microbatches
+        p, peak, some = self.cfg.parallel, (0, 0), self.microbatches
+        working = [self._working(stage) for stage in self.stages(rank)]
         if some % p.pp == 0:
             some = min(some, 2 * p.pp)  # the peak is in the first two groups: all later ones repeat them
-        left = [self.put_off(stage) for stage in self.stages(rank)]
-        for op in _operations(p.pp, p.vp, some, rank, p.schedule):
+        for op, before, after in self.activations(rank, _operations(p.pp, p.vp, some, rank, p.schedule)):
             if type(op) is Forward:
-                live += saved[op.chunk]
-                peak = max(peak, (live, 0), key=sum)
-            elif type(op) is BackwardWeight:
-                live -= left[op.chunk]
-            else:
-                more = left[op.chunk] if type(op) is BackwardInput else 0
-                peak = max(peak, (live + max(0, more - saved[op.chunk]), working[op.chunk]), key=sum)
-                live += more - saved[op.chunk]
+                peak = max(peak, (after, 0), key=sum)
+            elif type(op) is not BackwardWeight:
+                peak = max(peak, (max(before, after), working[op.chunk]), key=sum)
         return peak
+
+    def activations(self, rank: int, order: Iterable[Operation]) -> Iterator[tuple[Operation, int, int]]:
+        """Yield each of a rank's operations with the bytes that backwards still need before and after it."""
+        saved, put_off = ([of(stage) for stage in self.stages(rank)] for of in (self.saved, self.put_off))
+        live = 0
+        for op in order:
+            kept, left = saved[op.chunk], put_off[op.chunk]
+            before, change = live, {Forward: kept, Backward: -kept, BackwardInput: left - kept, BackwardWeight: -left}
+            live += change[type(op)]
+            yield op, before, live

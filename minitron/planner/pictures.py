@@ -3,7 +3,7 @@
 timeline.svg has boxes for forwards and backwards, with their microbatches and what waits between them; the others are
 PNG and need matplotlib. Scaling starts from the plan's number of GPUs and doubles it up to MOST_GPUS, with the batch in
 proportion (as published tables do) and with the batch of the plan; what others published of the same job on the same
-GPUs (benchmarks/published.json) stands beside it.
+GPUs (published.json) is drawn beside it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from minitron.config import rules
-from minitron.pipeline.schedule import Backward, BackwardInput, BackwardWeight, Forward
+from minitron.config.schema import changed
 from minitron.planner import cost, style
 from minitron.planner.draw import draw_svg
 from minitron.planner.machine import read_machines
-from minitron.planner.plan import Plan, Step, plan, room_gib
-from minitron.planner.published import DEVICES, configuration, published_steps
+from minitron.planner.plan import Plan, Step, available_gib, plan
+from minitron.planner.published import configuration, published_steps
 from minitron.planner.style import BLUE, GOLD, GREEN, GREY, ORANGE, PURPLE, RED, tint
 
 MOST_GPUS = 4096
@@ -87,36 +87,31 @@ def draw(
 
 
 def bubble(job: Plan) -> str:
-    """The bubble as the plan's table has it."""
+    """Describe the bubble as the plan's table does."""
     seconds = job.seconds["bubble"]
     return f"bubble {seconds:.3f} s, {100 * seconds / job.step_seconds:.1f} % of the step: {MEANINGS['bubble']}"
 
 
 def memory_curve(job: Plan, rank: int) -> list[tuple[float, float]]:
-    """(seconds, GiB) of a pipeline rank, a line's corners: what lasts, and activations, of which a forward leaves more
-    with every block and a backward frees them again.
+    """Return a line's corners, (seconds, GiB) of a pipeline rank: persistent memory and activations. These grow with
+    every block of a forward and shrink in the backward.
     """
     sizes = Step(job.cfg, job.world, job.machine).memory
-    parts = sizes.of(rank)
-    live = lasting = parts.total() - parts["activations"] - parts["working"]
-    pp, curve = job.cfg.parallel.pp, [(0.0, lasting / 2**30)]
-    for event in job.timeline.events:
-        if event.rank == rank:
-            stage, kind = event.action.chunk * pp + event.rank, type(event.action)
-            saved, put_off = sizes.saved(stage), sizes.put_off(stage)
-            change = {Forward: saved, Backward: -saved, BackwardInput: put_off - saved, BackwardWeight: -put_off}[kind]
-            curve.append((event.start, live / 2**30))
-            live += change
-            curve.append((event.end, live / 2**30))
+    parts = sizes.bytes_by_part(rank)
+    lasting = parts.total() - parts["activations"] - parts["working"]
+    events, curve = [event for event in job.timeline.events if event.rank == rank], [(0.0, lasting / 2**30)]
+    actions = (event.action for event in events)
+    for event, (_, before, after) in zip(events, sizes.activations(rank, actions)):
+        curve += [(event.start, (lasting + before) / 2**30), (event.end, (lasting + after) / 2**30)]
     return curve
 
 
 def scaling(job: Plan, *, in_proportion: bool) -> list[Plan]:
-    """Plans from the job's number of GPUs up, doubled each time, as long as the rules allow it."""
+    """Plan the job at its number of GPUs, then at twice as many each time, as long as the rules allow it."""
     plans, world = [], job.world
     while world <= max(MOST_GPUS, job.world):
         batch = job.cfg.train.global_batch_size * (world // job.world if in_proportion else 1)
-        cfg = replace(job.cfg, train=replace(job.cfg.train, global_batch_size=batch))
+        cfg = changed(job.cfg, train=dict(global_batch_size=batch))
         try:
             rules.check(cfg, world)
         except ValueError:  # the batch has no sample for every rank
@@ -127,10 +122,10 @@ def scaling(job: Plan, *, in_proportion: bool) -> list[Plan]:
 
 
 def published(job: Plan) -> list[tuple[int, float]]:
-    """(GPUs, tokens/s) that others published of this model, sequence, number format, GPU and network, with the batch of
-    the plan or as much for each GPU; dropout and the kernel of attention may differ.
+    """Return (GPUs, tokens/s) that others published of this model, sequence, number format, GPU and network. The batch
+    is that of the plan or the same for each GPU; dropout and the kernel of attention may differ.
     """
-    devices, fabrics = read_machines(DEVICES)
+    devices, fabrics = read_machines()
 
     def kind(cfg):
         model = replace(cfg.model, hidden_dropout=0.0, attention_dropout=0.0, attention="auto")
@@ -148,9 +143,9 @@ def published(job: Plan) -> list[tuple[int, float]]:
 
 @style.styled
 def memory(job: Plan):
-    """Bars of every pipeline rank's peak by part, and how its memory grows and shrinks during a step."""
+    """Draw bars of every pipeline rank's peak by part, and its memory during a step."""
     pp, sizes = job.cfg.parallel.pp, Step(job.cfg, job.world, job.machine).memory
-    ranks = [sizes.of(rank) for rank in range(pp)]
+    ranks = [sizes.bytes_by_part(rank) for rank in range(pp)]
     names = [f"rank {rank}" for rank in range(pp)]
     figure, (bars, lines) = style.new(3.2 + 0.2 * pp, 2, height_ratios=(0.6 + 0.2 * pp, 2.2))
     left: list[float] = [0.0] * pp
@@ -162,7 +157,7 @@ def memory(job: Plan):
     if any(graphs):
         hatched = {"color": "white", "edgecolor": style.FAINT, "hatch": "//////", "lw": 0.5}
         bars.barh(names, graphs, 0.75, left, label="CUDA graphs, if there is room", **hatched)
-    room, full = room_gib(job.machine), [total + graph for total, graph in zip(left, graphs)]
+    room, full = available_gib(job.machine), [total + graph for total, graph in zip(left, graphs)]
     bars.axvline(room, color=RED, ls="--", label=f"room: {room:.1f} GiB")
     for rank, (total, end) in enumerate(zip(left, full)):
         at = room if 0.93 * room < end < room else end  # the number would lie on the line
@@ -189,7 +184,7 @@ def memory(job: Plan):
 
 @style.styled
 def time_bars(plans: list[Plan]):
-    """Bars of the parts of a step that differ between the plans, of one plan all; each has its seconds."""
+    """Draw bars of the parts of a step that differ between the plans, or of all parts of one plan, with seconds."""
     first = plans[0]
     parts = [
         part
@@ -242,7 +237,7 @@ def spread(plans: list[Plan], part: str) -> float:
 
 @style.styled
 def curves(proportional: list[Plan], fixed: list[Plan], points: list[tuple[int, float]] = ()):
-    """Tokens per second over GPUs, with MFU; points: (GPUs, tokens/s) that others published."""
+    """Draw tokens per second over GPUs, with MFU. points: (GPUs, tokens/s) that others published."""
     figure, axes = style.new(4.2)
     first = proportional[0]
     worlds = [p.world for p in proportional]

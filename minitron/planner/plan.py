@@ -1,34 +1,33 @@
-"""A job on paper: what a rank's memory goes to, what a step's time goes to, before anything is queued.
+"""Plan a job before it is queued: the memory of a rank and the time of a step, by part.
 
     forward and backward of every stage (work.py) -> the run's own schedule, simulated (simulate.py)
-    -> reductions and gathers of the data ranks laid beside it -> the update -> seconds of a step
+    -> reductions and gathers of the data ranks, concurrent with it -> the update -> seconds of a step
 
 A chunk's reduce-scatter starts with its last backward. Its part beyond the end of the schedule is exposed. A gather may
 take until the first forward of its chunk in the next step. The parts are those of the rank that computes longest, so
 that they add up to the step: the time that it waits is the bubble, and what messages between stages add to that is
 `pp_exposed`. GPUs differ, and each rank waits for the slowest at every message: `stragglers` is what that adds to the
 schedule.
-
-GPT-3 175B on 128 GPUs: 64 microbatches through 96 stages, of which a rank of 8 has 12: 25,882 actions, 0.2 s.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
 
 from minitron.config import flops
-from minitron.config.schema import Config
+from minitron.config.schema import Config, changed
 from minitron.config.sizes import ITEM, bucket_limit
 from minitron.pipeline.schedule import Forward, Kind, Schedule, make
 from minitron.planner.check import check
 from minitron.planner.machine import Machine
 from minitron.planner.memory import Memory
-from minitron.planner.simulate import Meetings, Timeline, meetings, simulate
-from minitron.planner.work import Parts, Work, document_tokens, total
+from minitron.planner.simulate import Timeline, simulate
+from minitron.planner.walk import Meetings
+from minitron.planner.work import SecondsByPart, StageTime, document_tokens, total
 
-STATE_BYTES = 26  # that the update reads and writes per element: master, moments, parameter; and the gradient twice
+UPDATE_BYTES = 26  # that the update reads and writes per element: master, moments, parameter; and the gradient twice
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Plan:
     def mfu_percent(self) -> float | None:
         """The share of the dense peak, as logs count it: all scores within documents, 2/3 where weights are frozen.
 
-        None if nobody knows the device's peak.
+        None if the device's peak is unknown.
         """
         t, peak = self.cfg.train, flops.peak_tflops(self.machine.device.gpu, self.cfg.precision.fp8 != "none")
         share = flops.FROZEN if self.cfg.finetune.kind == "lora" else 1
@@ -82,10 +81,10 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.memory_gib <= room_gib(self.machine)
+        return self.memory_gib <= available_gib(self.machine)
 
 
-def room_gib(machine: Machine) -> float:
+def available_gib(machine: Machine) -> float:
     return machine.device.memory_gib - machine.device.reserved_gib
 
 
@@ -95,34 +94,28 @@ def plan(cfg: Config, world: int, machine: Machine) -> Plan:
     fullest, memory = step.memory.peak()
     stays_eager = no_room_for_graphs(step.memory, machine)
     if stays_eager:
-        step = Step(made_eager(cfg), world, machine)
+        step = Step(changed(cfg, train=dict(cuda_graph="off")), world, machine)
     timeline = step.timeline(step.transfer_seconds)
     return Plan(cfg, world, machine, step.seconds(timeline), memory, fullest, stays_eager, timeline)
 
 
 def no_room_for_graphs(memory: Memory, machine: Machine) -> bool:
-    """Tell whether a job fits, but one of its ranks not with its CUDA graphs: then the steps of all ranks are eager."""
-    room = room_gib(machine) * 2**30
-    ranks = [(memory.of(rank).total(), memory.graph(rank)) for rank in range(memory.cfg.parallel.pp)]
+    """Return whether the job fits, but not with the CUDA graphs of every rank: then all ranks stay eager."""
+    room = available_gib(machine) * 2**30
+    ranks = [(memory.bytes_by_part(rank).total(), memory.graph(rank)) for rank in range(memory.cfg.parallel.pp)]
     fits = max(peak for peak, _ in ranks) <= room
     return fits and not machine.software.eager and max(peak + graph for peak, graph in ranks) > room
 
 
-def made_eager(cfg: Config) -> Config:
-    """Return the configuration with train.cuda_graph=off."""
-    return replace(cfg, train=replace(cfg.train, cuda_graph="off"))
-
-
 @lru_cache(32)
 def checked_schedule(pp: int, vp: int, num_microbatches: int, kind: Kind) -> tuple[Schedule, Meetings]:
-    """Make the schedule that the run will have, prove it, and find which Exchanges meet, once."""
+    """Make and prove the schedule that the run will have, once; and return which Exchanges meet."""
     schedule = make(pp, vp, num_microbatches, kind)
-    check(schedule)
-    return schedule, meetings(schedule)
+    return schedule, check(schedule)
 
 
 class Step:
-    """The time of a step, in pieces that a search can ask for one by one, the cheap ones first."""
+    """The time of a step, in parts that a search computes one by one, the cheap ones first."""
 
     def __init__(self, cfg: Config, world: int, machine: Machine):
         p = cfg.parallel
@@ -134,7 +127,7 @@ class Step:
         self.cfg, self.world, self.machine = cfg, world, machine
         self.microbatches = cfg.num_microbatches(cfg.dp(world))
         self.memory = Memory(cfg, world, gpus_per_node=machine.fabric.gpus_per_node)
-        self.work = work = Work(cfg, machine)
+        self.work = work = StageTime(cfg, machine)
         last = len(self.memory.layers) - 1
         self.parts = [work.stage(layers, i == 0, i == last) for i, layers in enumerate(self.memory.layers)]
         self.forward, self.backward = ([total(pair[i]) for pair in self.parts] for i in (0, 1))
@@ -166,7 +159,7 @@ class Step:
         """
         memory, stages = self.memory, self.memory.stages(rank)
         casts = 0 if memory.frozen else 4 * memory.cast(rank)
-        moved = (STATE_BYTES + 2 * memory.grad_bytes) * sum(map(memory.trained, stages)) / memory.shards
+        moved = (UPDATE_BYTES + 2 * memory.grad_bytes) * sum(map(memory.trained, stages)) / memory.shards
         if kept := sum(map(memory.kept, stages)):  # cast from masters, then transposed; of two reads one is a maximum's
             read = 4 if self.cfg.precision.fp8 == "delayed" else 8
             moved, casts = moved + (read + 1 - ITEM) * kept / memory.shards, casts - 2 * kept
@@ -177,7 +170,7 @@ class Step:
 
     def seconds(self, timeline: Timeline) -> Counter:
         """Return the seconds of every part, of the rank that computes longest."""
-        pp, parts = self.cfg.parallel.pp, Parts()
+        pp, parts = self.cfg.parallel.pp, SecondsByPart()
         for pair in self.parts[self.slowest :: pp]:
             for part in pair:
                 parts.update({name: self.microbatches * seconds for name, seconds in part.items()})
@@ -204,13 +197,9 @@ class Step:
     def _data_rank(self, rank: int, chunks: dict, makespan: float) -> tuple[float, float]:
         p, grad_bytes = self.cfg.parallel, self.memory.grad_bytes
         counts = {chunk: self.memory.trained(chunk * p.pp + rank) for chunk in chunks}
-        reduce, gather = (
-            {chunk: self.machine.collective(size, self.memory.shards, p.tp) for chunk, size in sizes.items()}
-            for sizes in (
-                {chunk: grad_bytes * count for chunk, count in counts.items()},
-                {chunk: self.memory.gathered_bytes(chunk * p.pp + rank) for chunk in chunks},
-            )
-        )
+        collective = partial(self.machine.collective, ranks=self.memory.shards, stride=p.tp)
+        reduce = {chunk: collective(grad_bytes * count) for chunk, count in counts.items()}
+        gather = {chunk: collective(self.memory.gathered_bytes(chunk * p.pp + rank)) for chunk in chunks}
         both = sum(reduce.values()) + sum(gather.values())
         if not p.overlap_grads:
             return both, 0.0
@@ -227,6 +216,6 @@ class Step:
             there += gather[chunk]
         alone = max(0.0, over - makespan) + late
         copied = self.machine.software.fused and self.machine.inside(self.memory.shards, p.tp)
-        felt = self.machine.fabric.copy_felt if copied else self.machine.fabric.felt
-        hidden = max(0.0, both - alone) * (1 - felt)
+        slowdown = self.machine.fabric.copy_felt if copied else self.machine.fabric.felt
+        hidden = max(0.0, both - alone) * (1 - slowdown)
         return both - hidden, hidden

@@ -1,4 +1,4 @@
-"""Steps that others published (benchmarks/published.json), as configurations that can be planned."""
+"""Steps that others published (published.json), as configurations that can be planned."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from minitron.config import cli, flops
 from minitron.config.installed import ROOT
 from minitron.config.schema import Config
 
-DEVICES, PUBLISHED = ROOT / "benchmarks" / "devices.json", ROOT / "benchmarks" / "published.json"
+PUBLISHED = Path(__file__).with_name("published.json")
 
 
 class PublishedStep(NamedTuple):
@@ -42,7 +42,7 @@ def published_steps(path: Path = PUBLISHED) -> list[PublishedStep]:
 
 
 def _scales(entry: dict) -> list[dict]:
-    """The entries that one with lists of GPUs, batches and figures stands for."""
+    """Split an entry with lists of GPUs, batches and figures into entries of one scale."""
     if not isinstance(entry["gpus"], list):
         return [entry]
     listed = [key for key in ("gpus", "global_batch_size", "step_seconds") if key in entry]
@@ -50,7 +50,7 @@ def _scales(entry: dict) -> list[dict]:
 
 
 def _seconds(entry: dict, row: PublishedStep) -> float:
-    """The seconds of a step, from what was printed: these, tokens a second, or a GPU's TFLOP/s with all scores."""
+    """Compute the seconds of a step from the published figure: these, tokens/s, or a GPU's TFLOP/s with all scores."""
     if "step_seconds" in entry:
         return float(entry["step_seconds"])
     if "tokens_per_second" in entry:

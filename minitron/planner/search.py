@@ -1,7 +1,7 @@
-"""Which layout is the fastest that fits, what less memory costs, and why not another one.
+"""Find the fastest layouts that fit, what less memory costs, and why the others are slower or do not fit.
 
-The idea: thousands of GPUs have hundreds of thousands of layouts, and a bound on the step from below is cheap. So the
-one with the lowest bound is looked at first, each time a little closer, until none that is left can be among the best:
+The idea: thousands of GPUs have hundreds of thousands of layouts, and a lower bound on the step is cheap. So the search
+refines the bound of the layout whose bound is lowest, until none of the others can be among the best:
 
     1. what a rank computes for a block       tp, cp and its style, micro batch, sequence parallel, schedule: seconds
                                               of all stages, over all ranks, if none ever waits
@@ -31,13 +31,13 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from minitron.config import rules
-from minitron.config.schema import Config
+from minitron.config.schema import Config, changed
 from minitron.config.sizes import fp8_layers, stage_layers
 from minitron.planner.machine import Machine
 from minitron.planner.memory import Memory
-from minitron.planner.plan import Plan, Step, made_eager, no_room_for_graphs, plan, room_gib
+from minitron.planner.plan import Plan, Step, available_gib, no_room_for_graphs, plan
 from minitron.planner.simulate import Timeline
-from minitron.planner.work import Work, total
+from minitron.planner.work import StageTime, total
 
 RECOMPUTE = ("none", "selective", "full")
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -48,7 +48,7 @@ NEAR = 1.02  # a bound may be so much below the step
 TOO_LARGE = "too large: parameters, gradients and optimizer alone"
 TOO_MUCH = "too large: with activations, even recomputed"
 TOO_SLOW = "slower than those shown"
-NOT_SMALLER = "slower than those shown, and no smaller whatever they recompute"
+NOT_SMALLER = "slower than those shown, and no smaller with any recomputation"
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Family:
         self.costs = lru_cache(None)(self._costs)
 
     def _costs(self, recompute: str) -> Costs:
-        work = Work(replace(self.cfg, train=replace(self.cfg.train, recompute=recompute)), self.machine)
+        work = StageTime(changed(self.cfg, train=dict(recompute=recompute)), self.machine)
         m, apart = self.cfg.model, {False, work.split}
         in_fp8 = fp8_layers(self.cfg.precision, m.num_layers)
         kinds = {layer in in_fp8 for layer in range(m.num_layers)}
@@ -163,8 +163,7 @@ class Family:
             if self.world % (ranks * pp) == 0:
                 for vp in (1,) if split or pp == 1 else _interleaved(m.num_layers, pp):
                     for counts in divisions(m.num_layers, pp, vp, *ends):
-                        parallel = replace(given, pp=pp, vp=vp, layers_per_stage=counts)
-                        yield replace(self.cfg, parallel=parallel)
+                        yield changed(self.cfg, parallel=dict(pp=pp, vp=vp, layers_per_stage=counts))
 
 
 @lru_cache(8192)
@@ -226,23 +225,15 @@ def families(cfg: Config, world: int, machine: Machine) -> Iterator[Config]:
                 idle = cp == 1 and style != p.cp_style or tp == 1 and split != p.sequence_parallel
                 if idle or kind == "zb-h1" and (m.num_layers == 1 or world == tp * cp):
                     continue
-                parallel = replace(
-                    p,
-                    tp=tp,
-                    cp=cp,
-                    pp=1,
-                    vp=1,
-                    layers_per_stage=None,
-                    cp_style=style,
-                    sequence_parallel=split,
-                    schedule=kind,
-                )
-                yield replace(cfg, parallel=parallel, train=replace(cfg.train, micro_batch_size=size, recompute="none"))
+                parallel = dict(tp=tp, cp=cp, cp_style=style, sequence_parallel=split, schedule=kind)
+                stages = dict(pp=1, vp=1, layers_per_stage=None)
+                train = dict(micro_batch_size=size, recompute="none")
+                yield changed(cfg, parallel=parallel | stages, train=train)
 
 
 def layouts(cfg: Config, world: int, machine: Machine) -> Iterator[Config]:
-    """List all layouts that a search may look at, the given one first, as if none had to recompute anything."""
-    given = replace(cfg, train=replace(cfg.train, recompute="none"))
+    """List all layouts that a search can reach, the given one first, without recomputation."""
+    given = _whole(cfg)
     yield given
     for family in families(cfg, world, machine):
         yield from (member for member in Family(family, world, machine).pipelines() if member != listed(given))
@@ -252,7 +243,7 @@ def listed(cfg: Config) -> Config:
     """The configuration as `Family.pipelines` lists it: None for stages that are the default's."""
     p = cfg.parallel
     default = tuple(map(len, stage_layers(cfg.model.num_layers, p.pp, p.vp)))
-    return replace(cfg, parallel=replace(p, layers_per_stage=None)) if p.layers_per_stage == default else cfg
+    return changed(cfg, parallel=dict(layers_per_stage=None)) if p.layers_per_stage == default else cfg
 
 
 def _divisors(number: int, most: int) -> list[int]:
@@ -261,7 +252,7 @@ def _divisors(number: int, most: int) -> list[int]:
 
 def _whole(cfg: Config) -> Config:
     """Return the layout without its recomputation."""
-    return replace(cfg, train=replace(cfg.train, recompute="none"))
+    return changed(cfg, train=dict(recompute="none"))
 
 
 class Quick(Step):
@@ -283,10 +274,10 @@ class Quick(Step):
 
 
 class _Search:
-    """The state of a search: what is to be looked at, lowest bound first, and what was found."""
+    """The state of a search: candidates, lowest bound first, and what was found."""
 
     def __init__(self, cfg: Config, world: int, machine: Machine, count: int, smaller: bool):
-        self.cfg = replace(cfg, train=replace(cfg.train, recompute="none"))
+        self.cfg = _whole(cfg)
         self.given = listed(self.cfg)
         self.world, self.machine, self.count, self.smaller = world, machine, count, smaller
         self.heap: list[Candidate] = []
@@ -311,7 +302,7 @@ class _Search:
             elif self.heap[0].seconds > self.limit:
                 break
             else:
-                self.look(heapq.heappop(self.heap))
+                self.evaluate(heapq.heappop(self.heap))
         for candidate in self.heap:
             self.drop(candidate)
         self.reasons[TOO_SLOW] += sum(member != self.given for *_, family in closed for member in family.pipelines())
@@ -339,7 +330,7 @@ class _Search:
         return max(most, SLOWER * self.fastest[0].seconds) if self.smaller else most
 
     def useful(self, candidate: Candidate) -> bool:
-        """Tell whether a layout of at least so many seconds and GiB may be shown."""
+        """Return whether a layout of at least so many seconds and GiB may be shown."""
         seconds, fastest = candidate.seconds, self.fastest
         if not candidate.extra and (len(fastest) < self.count or seconds < fastest[self.count - 1].seconds):
             return True
@@ -353,7 +344,7 @@ class _Search:
         heapq.heappush(self.heap, replace(candidate, number=self.numbers))
 
     def drop(self, candidate: Candidate, reason: str = TOO_SLOW) -> None:
-        """Note what became of a layout that is not planned."""
+        """Count why a layout is not planned, or list it if it fits."""
         if candidate.extra:
             return
         if candidate.gib is None:
@@ -362,14 +353,14 @@ class _Search:
             self.others.append((candidate.cfg, candidate.seconds))
 
     def open(self, family: Family) -> None:
-        """Put the members of a family that keep the rules among what is to be looked at."""
+        """Add the members of a family that keep the rules to the candidates."""
         broken: dict[int, str] = {}  # by pp, on which rules depend; not on the stages, which are made to keep them
         for member in family.pipelines():
             p = member.parallel
             if member == self.given:  # looked at already
                 continue
             if p.pp not in broken:
-                broken[p.pp] = self.broken(replace(member, parallel=replace(p, vp=1, layers_per_stage=None)))
+                broken[p.pp] = self.broken(changed(member, parallel=dict(vp=1, layers_per_stage=None)))
                 key = p.pp, p.tp, p.cp, p.sequence_parallel, p.schedule, member.train.micro_batch_size
                 if not broken[p.pp]:
                     alike = key, family.at_least()
@@ -387,11 +378,11 @@ class _Search:
             return f"breaks a rule of {str(error).partition('=')[0]}"  # the key, with which its line begins
         return ""
 
-    def look(self, candidate: Candidate) -> None:
-        """Look closer at a layout: at its memory, then at the whole plan."""
+    def evaluate(self, candidate: Candidate) -> None:
+        """Refine the bound of a layout: first its memory, then the whole plan."""
         if candidate.gib is not None:
             if self.useful(candidate):
-                cfg = made_eager(candidate.cfg) if candidate.stays_eager else candidate.cfg
+                cfg = changed(candidate.cfg, train=dict(cuda_graph="off")) if candidate.stays_eager else candidate.cfg
                 step = Quick(cfg, self.world, self.machine)
                 candidate.seconds = total(step.seconds(step.timeline(step.transfer_seconds)))
                 for some in (self.timed,) if candidate.extra else (self.timed, self.fastest):
@@ -399,7 +390,7 @@ class _Search:
             else:
                 self.drop(candidate)
             return
-        reason = self.weigh(candidate)
+        reason = self.check_memory(candidate)
         if not reason:
             step = Quick(candidate.cfg, self.world, self.machine)
             before = max(candidate.seconds + step.update_seconds(step.slowest), step.at_least())
@@ -407,8 +398,7 @@ class _Search:
         t = candidate.cfg.train
         too_much, eager = reason == TOO_MUCH, candidate.stays_eager
         if t.recompute != RECOMPUTE[-1] and (too_much or eager or reason in ("", TOO_SLOW) and self.smaller):
-            t = replace(t, recompute=RECOMPUTE[RECOMPUTE.index(t.recompute) + 1])
-            cfg = replace(candidate.cfg, train=t)
+            cfg = changed(candidate.cfg, train=dict(recompute=RECOMPUTE[RECOMPUTE.index(t.recompute) + 1]))
             more = Candidate(candidate.family.member_at_least(cfg), cfg, candidate.family)
             more.makes_room = eager or candidate.makes_room
             more.extra = candidate.extra or not (too_much or eager)
@@ -426,17 +416,17 @@ class _Search:
             self.lasts[key] = sum(memory.lasting_parts(0))
         return self.lasts[key]
 
-    def weigh(self, candidate: Candidate) -> str:
-        """Find the candidate's memory, at first that of its first rank; return why it falls, "" if it may be shown."""
+    def check_memory(self, candidate: Candidate) -> str:
+        """Find the candidate's memory, at first that of its first rank; return why it is rejected, "" if it is not."""
         memory = Memory(candidate.cfg, self.world, gpus_per_node=self.machine.fabric.gpus_per_node)
         for measure, reason in (
             (lambda: self.lasting(candidate.cfg, memory), TOO_LARGE),
-            (lambda: memory.of(0).total(), TOO_MUCH),
+            (lambda: memory.bytes_by_part(0).total(), TOO_MUCH),
             (lambda: sum(memory.lasting()), TOO_LARGE),
             (lambda: memory.peak()[1].total(), TOO_MUCH),
         ):
             candidate.gib = measure() / 2**30
-            if candidate.gib > room_gib(self.machine):
+            if candidate.gib > available_gib(self.machine):
                 candidate.gib = None
                 return reason
             if not self.useful(candidate):

@@ -1,4 +1,4 @@
-"""One style for all pictures: sizes, letters and colours, so that those of a paper look as if one hand had drawn them.
+"""One style for all pictures: sizes, letters and colours.
 
 A picture is as wide as a page's text, so its letters are as large in print as they are here. Colours have a meaning
 (COLORS), and the tints of one colour are parts of one thing. Letters are matplotlib's own, which every machine that
@@ -56,7 +56,7 @@ STYLE = {
 
 
 class NoMatplotlib(ValueError):
-    """It is not installed; the message says how to."""
+    """matplotlib is not installed; the message has the command that installs it."""
 
 
 def tint(color: str, share: float) -> str:
@@ -99,7 +99,7 @@ def save(figure, path: Path) -> None:
 
 
 def save_png(figure, path: Path) -> None:
-    """Do the same for a tool's --png. Raises ValueError with what else to say there."""
+    """Do the same for a tool's --png. Raises ValueError."""
     try:
         save(figure, path)
     except (OSError, ValueError) as error:

@@ -16,7 +16,7 @@ What a tp message costs depends on how it meets the products (parallel/overlap.p
     in pieces     copies between GPUs of a node, of pieces of the operand or of the result of one product: the first
                   copy waits for nothing, or the last product for no copy, and the rest hides as far as it is shorter;
                   each piece reads the whole weight. The forward's four, and the gathers of dy
-    beside        the whole message, beside a product that does not depend on it: what is longer than it shows
+    beside        the whole message, beside a product that does not depend on it; the rest is exposed if it is longer
     alone         the forward's four, and the gathers of dy, between nodes; all messages without overlap
 
 Overlapped communication slows concurrent kernels: NCCL takes SMs, and copies bring barriers and sums. Kernels beside
@@ -55,7 +55,7 @@ from minitron.config.sizes import (
 )
 from minitron.planner.machine import Machine
 
-Parts = Counter  # seconds by part: gemm, attention, pointwise, host, {tp,cp}_exposed, {tp,cp}_hidden
+SecondsByPart = Counter  # seconds by part: gemm, attention, pointwise, host, {tp,cp}_exposed, {tp,cp}_hidden
 # Time of kernels/fused_attention.py with dropout over that of attention without: see benchmarks/ceilings.py
 # at GPT-3 175B's shape. 7 products in place of 5 in the backward, and ten integer instructions a score in three passes.
 FUSED_ATTENTION = 2.45
@@ -70,7 +70,7 @@ DROPPED = {False: (2.1, 1.2), True: (1.15, 1.1)}
 NODES, NODES_PER_DOUBLING, NODES_OF_MESSAGES, NODES_OF_FP8, NODES_OF_RING, NODES_OF_ADAPTER = 50, 44, 60, 14, 25, 8
 SHARES = 0.37, 0.63
 UNFUSED_ATTENTION_BACK = 2.0  # its backward makes four products of whole matrices, its forward two
-HIDDEN = ("tp_hidden", "cp_hidden", "dp_hidden", "put_off")  # beside or within other parts: no time of their own
+HIDDEN = ("tp_hidden", "cp_hidden", "dp_hidden", "put_off")  # concurrent with other parts, or within them
 
 
 def document_tokens(cfg: Config) -> float:
@@ -88,13 +88,13 @@ def document_tokens(cfg: Config) -> float:
     return longest * (2 / 3 - 1 / (9 * x)) if x > 1 else s * (1 - x / 3 - x**2 / 12 - x**3 / 60)
 
 
-def total(parts: Parts) -> float:
+def total(parts: SecondsByPart) -> float:
     """Sum the seconds that pass: hidden ones are not counted."""
     return sum(seconds for part, seconds in parts.items() if part not in HIDDEN)
 
 
-class Work:
-    """The work of one microbatch on one rank of the layout `cfg.parallel`."""
+class StageTime:
+    """The seconds of one microbatch on one rank of the layout `cfg.parallel`."""
 
     def __init__(self, cfg: Config, machine: Machine):
         m, p, t = cfg.model, cfg.parallel, cfg.train
@@ -106,7 +106,7 @@ class Work:
         self.in_pieces = machine.inside(p.tp, 1) and in_pieces(p.tp, p.sequence_parallel, p.overlap_tp)
         self.pieces = self._pieces() if self.in_pieces else [1.0]
         fabric = machine.fabric  # user buffers' copies take no barrier between kernels
-        self.felt = fabric.piece_felt if self.in_pieces and not machine.software.ring else fabric.felt
+        self.overlap_slowdown = fabric.piece_felt if self.in_pieces and not machine.software.ring else fabric.felt
         self.fused, self.eager = machine.software.fused, machine.software.eager or t.cuda_graph == "off"
         self.split = p.schedule == "zb-h1"
         self.block = lru_cache(4)(self._block)
@@ -118,23 +118,23 @@ class Work:
             return [1 / tp] * tp
         return [1 / tp, *(2**i / tp for i in range(tp.bit_length() - 1))]
 
-    def stage(self, layers: range, first: bool, last: bool) -> tuple[Parts, Parts]:
+    def stage(self, layers: range, first: bool, last: bool) -> tuple[SecondsByPart, SecondsByPart]:
         """Time (forward, backward) of the blocks `layers`, with the embedding if `first` and the head if `last`."""
         in_fp8 = fp8_layers(self.cfg.precision, self.model.num_layers)
         apart = self.split and not first
         works = [self.block(layer in in_fp8, apart) for layer in layers]
         works += [self.embedding()] if first else []
         works += [self.head(apart)] if last else []
-        forward, backward = (sum(parts, Parts()) for parts in zip(*works))
+        forward, backward = (sum(parts, SecondsByPart()) for parts in zip(*works))
         return forward, backward
 
     # ---- a block
 
-    def _block(self, fp8: bool, apart: bool = False) -> tuple[Parts, Parts]:
+    def _block(self, fp8: bool, apart: bool = False) -> tuple[SecondsByPart, SecondsByPart]:
         m, p = self.model, self.cfg.parallel
         h, f, nd = m.hidden_size, m.ffn_hidden_size // p.tp, m.num_heads * m.head_dim // p.tp
         w, inner = nd + 2 * m.kv_heads * m.head_dim // p.tp, f * (2 if m.family == "llama" else 1)
-        forward, backward = Parts(), Parts()
+        forward, backward = SecondsByPart(), SecondsByPart()
         for layer, (k, n) in linear_sizes(m).items():
             n, k, message = (n // p.tp, k, "gather") if layer in COLUMN_PARALLEL else (n, k // p.tp, "scatter")
             self._linear(n, k, message, fp8, apart, forward, backward)
@@ -172,14 +172,16 @@ class Work:
         nodes += NODES_PER_DOUBLING * log2(p.tp) if in_python else NODES_OF_MESSAGES * (p.tp > 1)
         return nodes + NODES_OF_ADAPTER * sum(adapter.targets for adapter in self.adapters.values())
 
-    def _add_host(self, nodes: float, forward: Parts, backward: Parts) -> None:
+    def _add_host(self, nodes: float, forward: SecondsByPart, backward: SecondsByPart) -> None:
         """Add the time that the GPU waits for the host to launch a block's kernels; recomputation launches again."""
         again = SHARES[0] if self.cfg.train.recompute == "full" else 0.0
         for parts, share in ((forward, SHARES[0]), (backward, SHARES[1] + again)):
             host = self.machine.device.launch_seconds * nodes * share
             parts["host"] += max(0.0, host - total(parts))
 
-    def _linear(self, n: int, k: int, message: str, fp8: bool, apart: bool, forward: Parts, backward: Parts) -> None:
+    def _linear(
+        self, n: int, k: int, message: str, fp8: bool, apart: bool, forward: SecondsByPart, backward: SecondsByPart
+    ) -> None:
         """Add three products, two of a frozen weight, and their messages, "gather" or "scatter" in the forward."""
         product, t, frozen, pieces = self.machine.product, self.tokens, self.frozen, len(self.pieces)
         apart = apart and not frozen
@@ -189,7 +191,7 @@ class Work:
         dw = 0.0 if frozen else product(t, n, k, fp8=fp8, weight_grad=True, grad_bytes=self.grad_bytes)
         forward["gemm"] += y
         backward["gemm"] += dx
-        weights = Parts(gemm=dw)
+        weights = SecondsByPart(gemm=dw)
         width = k if message == "gather" else n  # h: what crosses ranks is hidden-sized
         cast = 1 if fp8 else ITEM
         split = self.cfg.parallel.sequence_parallel
@@ -212,7 +214,7 @@ class Work:
         if apart:
             backward["put_off"] += total(weights)
 
-    def _with(self, parts: Parts, bytes_per_token: int, product_seconds: float, *, gather: bool) -> None:
+    def _with(self, parts: SecondsByPart, bytes_per_token: int, product_seconds: float, *, gather: bool) -> None:
         """Add a message over tp that a product needs, or that needs the product: in pieces, or alone.
 
         A gather's pieces arrive one after another, and each is multiplied when it is there; a rank's own is there. What
@@ -233,11 +235,11 @@ class Work:
                 done += share * product_seconds
                 copied = max(copied, done) + seconds
         exposed = max(done, copied) - product_seconds
-        hidden = max(0.0, copies - exposed) * (1 - self.felt)
+        hidden = max(0.0, copies - exposed) * (1 - self.overlap_slowdown)
         parts["tp_hidden"] += hidden
         parts["tp_exposed"] += copies - hidden
 
-    def _beside(self, parts: Parts, bytes_per_token: int, product_seconds: float) -> None:
+    def _beside(self, parts: SecondsByPart, bytes_per_token: int, product_seconds: float) -> None:
         """Add a message over tp beside a product that is independent of it; 0 seconds: there is none."""
         p = self.cfg.parallel
         num_bytes = bytes_per_token * self.tokens
@@ -247,11 +249,11 @@ class Work:
             seconds = self.machine.collective(num_bytes, p.tp, 1) * (1 if p.sequence_parallel else 2)  # an all-reduce
         # Transformer Engine hides these without user buffers, too.
         hides = p.overlap_tp or not self.fused
-        hidden = min(seconds, product_seconds) * (1 - self.felt) if hides else 0.0
+        hidden = min(seconds, product_seconds) * (1 - self.overlap_slowdown) if hides else 0.0
         parts["tp_hidden"] += hidden
         parts["tp_exposed"] += seconds - hidden
 
-    def _attention(self, forward: Parts, backward: Parts) -> float:
+    def _attention(self, forward: SecondsByPart, backward: SecondsByPart) -> float:
         """Add attention and its messages; return the seconds of its forward."""
         m, p, t = self.model, self.cfg.parallel, self.cfg.train
         keys = document_tokens(self.cfg)
@@ -362,25 +364,25 @@ class Work:
 
     # ---- the ends
 
-    def embedding(self) -> tuple[Parts, Parts]:
+    def embedding(self) -> tuple[SecondsByPart, SecondsByPart]:
         """Time a look into the table; Megatron's gradient is one of all its rows, in bf16, added to the sum."""
         m, tp = self.model, self.cfg.parallel.tp
         rows = m.hidden_size * self.tokens
         table = 0 if self.fused else m.padded_vocab_size // tp * m.hidden_size
         moved = self.machine.collective(rows * ITEM, tp, 1)
         forward, backward = (
-            Parts(pointwise=self.machine.moved(num_bytes), tp_exposed=moved)
+            SecondsByPart(pointwise=self.machine.moved(num_bytes), tp_exposed=moved)
             for num_bytes in (3 * ITEM * rows, 5 * self.grad_bytes * rows + 2 * (ITEM + self.grad_bytes) * table)
         )
-        return forward, Parts() if self.frozen else backward
+        return forward, SecondsByPart() if self.frozen else backward
 
-    def head(self, apart: bool = False) -> tuple[Parts, Parts]:
+    def head(self, apart: bool = False) -> tuple[SecondsByPart, SecondsByPart]:
         """Time the final norm, the product with the vocabulary and the loss.
 
         Transformer Engine's loss keeps a copy of the logits, in which the gradient is written.
         """
         h, v = self.model.hidden_size, self.model.padded_vocab_size // self.cfg.parallel.tp
-        forward, backward = Parts(), Parts()
+        forward, backward = SecondsByPart(), SecondsByPart()
         fp8 = self.cfg.precision.fp8_head
         self._linear(v, h, "gather", fp8, apart, forward, backward)
         kept = 0 if self.fused else v * self.tokens

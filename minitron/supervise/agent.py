@@ -1,12 +1,13 @@
 """The agent of a node: a process that has imported what a rank needs, and forks the ranks of every start from itself.
 
-Problem: to import torch takes a rank seconds, and minutes where a thousand ranks read it from one shared disk. The
-idea: one process per node imports it once. It never touches a GPU, so its forks may. A start then takes milliseconds,
-and all ranks share the memory of the code. If an import initialized CUDA, each rank starts a new Python process.
+Problem: a rank needs seconds to import torch, and minutes if a thousand ranks read it from one shared disk. The idea:
+one process per node imports it once and forks the ranks. It never uses a GPU, so its forks can. A start then takes
+milliseconds, and all ranks share the memory of the code. If an import initialized CUDA, each rank starts a new Python
+process.
 
     supervisor -> agent        {"ranks": [{"RANK": "6", ...}, {"RANK": "7", ...}]}      start these
     agent -> supervisor        {"group": 4711}                                 their process group, to signal or kill
-    a rank -> supervisor       {"rank": 1, "said": "RuntimeError: ..."}        why it ends, if it can say so
+    a rank -> supervisor       {"rank": 1, "said": "RuntimeError: ..."}        why it ends, if Python raised an error
     agent -> supervisor        {"rank": 1, "status": 1}                        how it ended; -9: killed by signal 9
 
 The messages are packets of a socket pair; the agent kills its ranks when the supervisor's end closes.
@@ -35,7 +36,7 @@ POLL_SECONDS = 0.05
 
 
 class Agent:
-    """The supervisor's side: the process, and what it says of the ranks. `signal` may be called by any thread."""
+    """The supervisor's side: the process and the state of its ranks. Any thread may call `signal`."""
 
     def __init__(self, command: Sequence[str], preload: str):
         self.command, self.preload = command, preload
@@ -62,7 +63,7 @@ class Agent:
             self.wire.send(json.dumps({"ranks": ranks}).encode())
 
     def listen(self) -> None:
-        """Take what the agent and its ranks have sent."""
+        """Receive what the agent and its ranks have sent."""
         if self.process is None:
             return
         with self.lock:
@@ -83,7 +84,7 @@ class Agent:
                 self.ended.setdefault("agent", status)
 
     def signal(self, number: int) -> None:
-        """Send a signal to the ranks; one that is not SIGKILL waits until they are there."""
+        """Send a signal to the ranks; one that is not SIGKILL waits until they have started."""
         with self.lock:
             if self.group and (self.running or "agent" in self.ended):
                 with suppress(ProcessLookupError):
@@ -110,11 +111,11 @@ def main() -> None:
     PRELOAD is the module to import; if it is empty, every rank is a new Python.
     """
     wire, preload, command = socket.socket(fileno=int(sys.argv[1])), sys.argv[2], sys.argv[3:]
-    # The supervisor hands signals on as soon as it knows of the ranks. In a rank SIGUSR1 stays blocked, and so is kept,
-    # until that listens (runtime/signals.py), which libraries of its own may delay.
+    # The supervisor passes signals on as soon as it has the ranks' process group. In a rank SIGUSR1 stays blocked, and
+    # so pending, until the rank handles it (runtime/signals.py), which its imports may delay.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
-    del handlers[signal.SIGUSR1]  # to ignore it once more would drop one that waits
+    del handlers[signal.SIGUSR1]  # ignoring it again would drop a pending one
     set_defaults(os.environ)
     if preload:
         for module in preload, "torch.fx.experimental.symbolic_shapes":  # the first backward imports it, with sympy
@@ -125,7 +126,7 @@ def main() -> None:
         group = 0
         for rank, variables in enumerate(json.loads(message)["ranks"]):
             pid = os.fork()
-            with suppress(OSError):  # by the parent and by the child, whoever comes first
+            with suppress(OSError):  # parent and child both do this, since either may run first
                 os.setpgid(pid, group)
             if pid == 0:
                 os.environ.update(variables)
@@ -136,7 +137,7 @@ def main() -> None:
             group, local[pid] = group or pid, rank
         send(wire, group=group)
         while local:
-            if select.select([wire], [], [], POLL_SECONDS)[0]:  # the supervisor has nothing to say: it has died
+            if select.select([wire], [], [], POLL_SECONDS)[0]:  # only its end can be read now: the supervisor has died
                 return os.killpg(group, signal.SIGKILL)
             for pid in list(local):
                 ended, status = os.waitpid(pid, os.WNOHANG)
@@ -145,13 +146,13 @@ def main() -> None:
 
 
 def no_gpu_for_forks() -> bool:
-    """Tell whether the process that this one was forked from has called CUDA, which then fails here."""
+    """Return whether the parent of this fork has initialized CUDA, which then fails here."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.cuda._is_in_bad_fork()
 
 
 def become(rank: int, wire: socket.socket, command: list[str], fresh: bool) -> None:
-    """Run the command as the rank that this fork is: "-m", a module and its arguments, or a file and its arguments."""
+    """Run the command of a rank in this fork: "-m", a module and its arguments, or a file and its arguments."""
     if fresh:
         os.execv(sys.executable, [sys.executable, *command])
     module = command[0] == "-m"
@@ -169,7 +170,7 @@ def become(rank: int, wire: socket.socket, command: list[str], fresh: bool) -> N
 
 
 def reason(error: BaseException) -> str:
-    """Say in one line why a rank ends; empty if its status alone says so."""
+    """Describe in one line why a rank ends; empty if its exit status is the only reason."""
     if isinstance(error, SystemExit):
         known = isinstance(error.__context__, ValueError)  # of cli.user_errors
         return f"error: {' '.join(str(error.__context__).split())[:500]}" if known else ""
@@ -177,7 +178,7 @@ def reason(error: BaseException) -> str:
 
 
 def send(wire: socket.socket, **message) -> None:
-    with suppress(OSError):  # the supervisor has died: this process soon will
+    with suppress(OSError):  # the supervisor has died: this process ends soon
         wire.send(json.dumps(message).encode())
 
 

@@ -1,20 +1,20 @@
 """Goodput: the share of the time since a run's first start that became training steps which counted.
 
-Problem: step times look the same whether a run is stopped once or fifty times; what the stops cost lies between the
-steps, and in steps that were made twice. The idea: every row of metrics.jsonl has the time it was written, a start has
-the time its process began, and rows of all starts are in one file. So the time since the first start can be cut up:
+Problem: step times do not show what restarts cost: the time between steps, and steps that run twice. The idea: every
+row of metrics.jsonl has the time it was written, the row of a start also the time its process began, and all starts
+append to one file. So the time since the first start can be divided:
 
-    start 1       |start|load|step 1|step 2|save|step 3|step 4|    killed      step 4 is made again: it was lost
+    start 1       |start|load|step 1|step 2|save|step 3|step 4|    killed      step 4 runs again: it was lost
     start 2                                                   waiting |start|load|step 4|step 5| ...
 
-    training      steps that no later start made again
-    lost          steps that one did
-    start         imports, model, memory; of the first steps what they take beyond the others (compilers, recordings)
+    training      steps that did not run again in a later start
+    lost          steps that did
+    start         imports, model, memory; and the extra time of the first steps (compilers, recordings)
     load          reading the checkpoint
-    saves         how long steps, and the run's end, waited for saves
+    saves         time that steps, and the end of the run, waited for saves
     evaluation    losses on validation data
-    waiting       from the last row of a start to the next start: the step that was cut off, finding out, the queue
-    other         what no row tells of
+    waiting       from the last row of a start to the next start: the interrupted step, detection, the queue
+    other         time of which no row has a record
 
 planner/failures.py predicts these shares.
 """
@@ -34,18 +34,17 @@ from minitron.config.files import parse_json, size_of
 from minitron.config.save_interval import duration
 
 PARTS = ("training", "start", "load", "lost", "saves", "evaluation", "waiting", "other")
-FIRST_STEPS = 11  # of a start, in which kernels are compiled and steps are recorded (graph.py)
-FIRST_TIMES = 2.0  # how many times the median one of them takes before what is beyond it counts as start
+FIRST_STEPS = 11  # of a start, in which kernels are compiled and steps are recorded (pipeline/replay.py)
+FIRST_TIMES = 2.0  # times the median: the time beyond the median of a first step that takes longer counts as start
 NEEDED = {"run": ("first_step",), "step": ("step", "step_seconds")}  # numbers in rows of these kinds
 OPTIONAL = "time", "started", "load_seconds", "stall_seconds", "seconds"  # numbers, where a row has them
 LARGEST = 1e15  # of these numbers
+ROW_CHARACTERS = 16 << 20  # at most; rows of a run have a number of each rank
 
 
 class Goodput(NamedTuple):
-    """Where the time of a run went: seconds of each of PARTS; how often it was started, how many steps were lost.
-
-    skipped_rows: how many rows are torn, or not of a run.
-    """
+    """Where the time of a run went: seconds of each of PARTS. lost_steps: that ran again. skipped_rows: torn, or not of
+    a run."""
 
     seconds: dict[str, float]
     starts: int
@@ -74,7 +73,7 @@ class Goodput(NamedTuple):
 
 @dataclass
 class Attempt:
-    """One start of a run. steps: (number, seconds without stalls). end: when its last row was written."""
+    """One start of a run. steps: (number, seconds without stalls). end: the time of its last row."""
 
     first_step: int
     started: float
@@ -87,17 +86,17 @@ class Attempt:
 
 
 def of_run(path: Path, last: dict) -> Goodput | None:
-    """Measure a run that writes its metrics.jsonl at `path` and is about to write the row `last`; None if it cannot."""
+    """Measure a run from its metrics.jsonl and the row `last`, which is not written yet; None if the disk fails."""
     try:
         return measure(chain(read_rows(path), [last]))
-    except OSError:  # the disk has failed
+    except OSError:
         return None
 
 
 def measure(rows: Iterable[dict]) -> Goodput | None:
-    """Find where the time of a run went, by the rows of its metrics.jsonl, in their order.
+    """Find where the time of a run went from the rows of its metrics.jsonl, in their order.
 
-    None if no row tells when a start began, as in files of minitron's versions before these rows had times.
+    None if no row has the time of a start, as in files of versions whose rows had no times.
     """
     attempts: list[Attempt] = []
     skipped = 0
@@ -123,7 +122,7 @@ def measure(rows: Iterable[dict]) -> Goodput | None:
 
 
 def is_ours(row: dict) -> bool:
-    """Tell whether a run may have written this row: `measure` finds the numbers in it that it reads."""
+    """Return whether a run can have written this row: all that `measure` reads in it are numbers."""
     kind = row.get("kind")
     if not isinstance(kind, str):
         return False
@@ -161,10 +160,10 @@ def _account(attempts: list[Attempt], skipped: int) -> Goodput:
 
 
 def read_rows(path: Path) -> Iterator[dict]:
-    """Read the rows of a metrics.jsonl; {} for one that is torn, as by a kill, or no object. Raises OSError."""
+    """Read the rows of a metrics.jsonl; {} for one that is torn, too long, or no object. Raises OSError."""
     size_of(path)  # a device or a pipe might never end
     with open(path, encoding="utf-8", errors="replace") as file:
-        for line in file:
+        while line := file.readline(ROW_CHARACTERS):  # a longer one comes in parts, none of which is an object
             row: object = None
             with suppress(ValueError):
                 row = parse_json(line)

@@ -1,15 +1,13 @@
-"""Look at a node before its ranks start again: a round with a broken GPU costs all nodes another restart.
-
-What is read:
+"""Check a node before its ranks start again: a round with a broken GPU costs all nodes another restart.
 
     nvidia-smi    Every GPU of the start is listed. It has no more uncorrectable ECC errors than before, and its driver
-                  asks for no recovery, as a reset or a reboot; drivers before 570 do not have that field.
+                  requests no recovery, such as a reset or a reboot. Drivers before 570 do not have that field.
     dmesg         the kernel log, if this user may read it: Xid errors of these GPUs that only a reset, a reboot or a
                   repair ends. A crash of the application also leaves Xid errors; they do not count.
-    log.dir       its free space, and the seconds that a small write takes to reach the disk
+    log.dir       its free space, and the seconds until a small write has reached the disk
 
-ECC and Xid errors count from the last look on. GPUs are not looked at where nvidia-smi listed none at the start.
-Clocks are compared by the leader (lead.py). No torch.
+ECC and Xid errors count from the last check on. GPUs are not checked if nvidia-smi listed none at the start. The leader
+compares the clocks (lead.py).
 Source: NVIDIA's catalog of Xid errors; nvidia-resiliency-ext reads the recovery action before a rendezvous, too.
 """
 
@@ -68,7 +66,7 @@ class Health:
         return f"{self.folder} has {free >> 20} MiB of free space" if free < FREE_BYTES else ""
 
     def _gpus(self) -> dict[str, set[str]]:
-        """Return what is wrong with each GPU, by its address on the PCI bus. Raises OSError."""
+        """Return the faults of each GPU, by its address on the PCI bus. Raises OSError."""
         query = f"--query-gpu=pci.bus_id,{','.join(self.fields)}"
         found: dict[str, set[str]] = {}
         for bus, *values in csv.reader(answer("nvidia-smi", query, "--format=csv,noheader,nounits").splitlines()):

@@ -1,6 +1,7 @@
-"""The lead of a run: who takes part in the next start of the ranks, what ended the last one, and when to give up.
+"""The leader of a run: which nodes take part in the next round, what ended the last one, and when the run ends.
 
-The files of `supervisor` are all that the leading node knows, so another can take over between any two of them.
+A round is one start of all ranks. The leading node keeps its state in the files of supervisor.py alone, so another
+node can take over between any two of them.
 
     none --nodes have come--> run 1 --all ended with 0--> end 0
                                 |  ^
@@ -8,11 +9,10 @@ The files of `supervisor` are all that the leading node knows, so another can ta
                                 v  |
                               stop 1 --no ranks are left--> cause, verdict --> end
 
-A round ends the run when it is the third in a row after the same step, or the first and failed by itself: its user's
-mistake. A node whose ranks were the cause twice in a row is left out if there is a spare.
-
-Each node looks at itself after a stop (health.py). One whose GPUs are unfit is left out for good. One whose log.dir or
-clock is poor is left out of a round only if there are enough others, since a full disk may be the same for all.
+The run ends if three rounds in a row fail after the same step. It also ends if the first round fails by itself before
+its first step, because that is a user error. A node whose ranks were the cause twice in a row is left out if there is
+a spare. Each node checks itself after a stop (health.py). A node with unfit GPUs is left out for good. A node with a
+poor log.dir or clock is left out of a round only if there are enough others, since a full disk may be the same for all.
 """
 
 from __future__ import annotations
@@ -31,32 +31,36 @@ from datetime import datetime
 from pathlib import Path
 from time import monotonic
 
-from minitron.config.files import parse_json, read_json
+from minitron.config.files import parse_json, read_json, size_of
+from minitron.config.text import printable
 from minitron.runtime.sinks import File
 from minitron.runtime.status import BROKEN, HUNG, LOST, REQUEUE, TAKEN
 
-STUCK = "has ranks that SIGKILL does not end"  # why a node leaves that is of no use any more
-SETTLE_SECONDS = 6.0  # ranks notice a hang up to five seconds apart; one that never does is the one that hangs
+STUCK = "has ranks that SIGKILL does not end"  # why a node leaves that must not get another round
+SETTLE_SECONDS = 6.0  # ranks report a hang up to five seconds apart; the rank that never reports is the one that hangs
 SIGNALS = {number.value: number.name for number in signal.Signals}
 SAME_STEP = 3  # failures after the same step that end a run
 CLOCK_SECONDS = 60.0  # by which clocks of nodes may differ
+TAIL_BYTES = 16 << 20  # of metrics.jsonl that hold the last step: rows with a number of each rank may follow it
 
-# The forms of the files, see `matches`. A file of another form is skipped.
-NODE = {"node": int, "life": str, "host": str, "address": str, "port": int}
-BEAT = NODE | {"round": str, "state": str, "ended": {str: int}, "said": {str: str}, "leaving": str, "stopping": bool}
-BEAT |= {"time": float, "looked": str, "unfit": str, "poor": str}
-ROUND = {"number": int, "key": str, "state": {"none", "run", "stop", "end"}, "nodes": [NODE], "parts": {str: float}}
-ROUND |= {"failures": [(int | None, str | None)], "excluded": [str], "left": str, "stopped": float, "status": int}
+# A heartbeat and a round before the first start. supervisor.py describes their fields.
+IDLE = {"round": "", "state": "idle", "ended": {}, "said": {}, "leaving": "", "stopping": False}
+IDLE |= {"time": 0.0, "looked": "", "unfit": "", "poor": ""}
 START = {"number": 0, "key": "", "state": "none", "nodes": [], "parts": {}, "failures": [], "excluded": [], "left": ""}
 START |= {"stopped": 0.0, "status": 0}
+# The forms of the files, see `matches`. A file of another form is skipped.
+NODE = {"node": int, "life": str, "host": str, "address": str, "port": int}
+HEARTBEAT = NODE | {name: type(value) for name, value in IDLE.items()} | {"ended": {str: int}, "said": {str: str}}
+ROUND = {name: type(value) for name, value in START.items()} | {"state": {"none", "run", "stop", "end"}}
+ROUND |= {"nodes": [NODE], "parts": {str: float}, "failures": [(int | None, str | None)], "excluded": [str]}
 
 
 class Leader:
-    """What the files say, and what the leading node makes of it."""
+    """Reads the files of all nodes; on the leading node it also writes the rounds."""
 
     def __init__(self, args: argparse.Namespace, folder: Path):
         self.args, self.folder = args, folder
-        self.seen: dict[int, tuple[dict, float]] = {}  # the last beat of each node, and when it was new
+        self.seen: dict[int, tuple[dict, float]] = {}  # the last heartbeat of each node, and when it was new
         self.known = START  # the last round that was read
         self.skipped: Counter[str] = Counter()  # by file, how often something in it was not ours
         self.looked = monotonic()
@@ -66,7 +70,10 @@ class Leader:
     # ---- the files --------------------------------------------------------------------------------------------------
 
     def read(self, name: str, form: dict) -> dict | None:
-        """Read what `replace` wrote; None if there is no file, {} if it is not ours, or torn: its machine died then."""
+        """Read a file of `write_json_atomically`; None if there is none, {} if it has another form.
+
+        A machine that loses its power can leave an empty or torn file.
+        """
         try:
             if matches(value := read_json(self.folder / name), form):
                 return value
@@ -78,24 +85,24 @@ class Leader:
         return {}
 
     def skip(self, name: str) -> None:
-        """Count what is not ours in a file, and say so the first time."""
+        """Count something of another form in a file, and print a line the first time."""
         self.skipped[name] += 1
         if self.skipped[name] == 1:
             self.say(f"{name} has something in it that is not minitron's: skipped")
 
     def round(self) -> dict:
-        """Read the round; the last one that was read if the file is not ours now."""
+        """Read the round; the last one that was read if the file has another form now."""
         round_ = self.read("round.json", ROUND)
         self.known = START if round_ is None else round_ or self.known
         return self.known
 
     def alive(self, node: int) -> dict | None:
-        """Read the beat of a node; None if it is dead or never was."""
-        beat = self.read(f"node-{node}.json", BEAT)
+        """Read the heartbeat of a node; None if the node is dead or has not come yet."""
+        beat = self.read(f"node-{node}.json", HEARTBEAT)
         if beat is None:
             return None
         now = monotonic()
-        if now - self.looked > self.args.dead_seconds / 2:  # this node stood still, or the disk did
+        if now - self.looked > self.args.dead_seconds / 2:  # this node or the disk was suspended
             self.seen = {node: (beat, now) for node, (beat, _) in self.seen.items()}
         self.looked = now
         known, since = self.seen.get(node, ({}, 0.0))
@@ -108,25 +115,23 @@ class Leader:
 
     def step(self) -> int | None:
         """Read the last step that the run has recorded in metrics.jsonl."""
-        with suppress(OSError), open(self.args.dir / "metrics.jsonl", "rb") as file:
-            size, end = file.seek(0, os.SEEK_END), 1 << 16
-            while True:  # other rows have a number of each rank, and so may be longer than any end of the file
-                file.seek(max(0, size - end))
-                for row in reversed(file.read().splitlines()):
-                    with suppress(ValueError):  # torn, as on a full disk
-                        if row.startswith(b'{"kind": "step"'):
-                            if matches(found := parse_json(row), {"step": int}):
-                                return found["step"]
-                            self.skip("metrics.jsonl")
-                if end >= size:
-                    break
-                end *= 4
+        path, rows = self.args.dir / "metrics.jsonl", []
+        with suppress(OSError):
+            size = size_of(path)  # to open a pipe would block
+            with open(path, "rb") as file:
+                file.seek(max(0, size - TAIL_BYTES))
+                rows = file.read(TAIL_BYTES).splitlines()
+        for row in (row for row in reversed(rows) if row.startswith(b'{"kind": "step"')):
+            with suppress(ValueError):  # torn, as on a full disk
+                if matches(found := parse_json(row), {"step": int}):
+                    return found["step"]
+                self.skip("metrics.jsonl")
         return None
 
     # ---- decisions --------------------------------------------------------------------------------------------------
 
     def lead(self) -> dict:
-        """Write the next state of the round, if it is time for one; return the round."""
+        """Write the next state of the round if its time has come; return the round."""
         round_, total = self.round(), self.args.nodes + self.args.spares
         alive = {node: beat for node in range(total) if (beat := self.alive(node)) is not None}
         usable = [b for b in alive.values() if not b["leaving"] and b["host"] not in round_["excluded"]]
@@ -136,7 +141,7 @@ class Leader:
             if more := [host for host in after["excluded"] if host not in round_["excluded"]]:
                 with suppress(OSError), open(self.args.dir / "excluded_nodes", "a") as file:
                     file.writelines(f"{host}\n" for host in more)
-            replace(self.folder / "round.json", after, durable=True)
+            write_json_atomically(self.folder / "round.json", after, durable=True)
             if after["state"] == "run":
                 self.say(f"round {after['number']} on {', '.join(node['host'] for node in after['nodes'])}")
         return after or round_
@@ -147,10 +152,13 @@ class Leader:
             self.since = key, monotonic()
         return monotonic() - self.since[1]
 
+    # These three return the state that follows, None if the present one lasts. alive: the heartbeat of each live node.
+    # usable: heartbeats of the nodes that can take part in the next round.
+
     def gather(self, round_: dict, alive: dict, usable: list) -> dict | None:
         enough = len(usable) >= self.args.nodes
-        if told := [beat["host"] for beat in alive.values() if beat["stopping"]]:
-            return self.end(round_, REQUEUE, f"{told[0]} was told to stop")
+        if stopping := [beat["host"] for beat in alive.values() if beat["stopping"]]:
+            return self.end(round_, REQUEUE, f"{stopping[0]} got a signal to stop")
         if enough and (len(usable) == self.args.nodes + self.args.spares or self.waited(round_, "spares") > 10):
             return self.next(round_, usable)
         if not enough and self.waited(round_, "nodes") > self.args.gather_seconds:
@@ -209,8 +217,8 @@ class Leader:
     def verdict(self, status: int | None, failures: list) -> str:
         """Say why the run is not started again; empty if it is.
 
-        If the first start fails by itself, the cause is a user error. A step that has failed three times will
-        fail again. Of two runs in one checkpoint.dir, which would take it from each other for ever, the later goes on.
+        If the first start fails by itself, the cause is a user error. A step that has failed three times will fail
+        again. If two runs save in one checkpoint.dir, only the later one goes on, or each would take it back for ever.
         """
         same = repeated(failures)
         if status == TAKEN:
@@ -223,15 +231,15 @@ class Leader:
 
     @staticmethod
     def member(round_: dict, node: dict, alive: dict) -> dict | None:
-        """Return the beat of a round's node, None if it is dead or was started anew."""
+        """Return the heartbeat of a round's node; None if the node is dead or its supervisor was started again."""
         beat = alive.get(node["node"])
         if beat is None or beat["life"] != node["life"]:
             return None
-        known = beat["round"] == round_["key"]
-        return beat if known else beat | {"state": "idle", "ended": {}, "said": {}}  # has not begun with this round
+        begun = beat["round"] == round_["key"]
+        return beat if begun else beat | {"state": "idle", "ended": {}, "said": {}}
 
     def cause(self, round_: dict, members: list) -> tuple[int | None, str | None, str]:
-        """Tell the cause from its consequences: (status of its rank, its host, one line)."""
+        """Find the cause among its consequences: (status of its rank, its host, one line)."""
         found, standing = [], []
         for i, (node, beat) in enumerate(zip(round_["nodes"], members)):
             host = node["host"]
@@ -250,14 +258,14 @@ class Leader:
                     found.append((order, status, host, f"{name} on {host} {how}{said}"))
             gone = {int(local) for local in beat["ended"] if local.isdecimal()}
             standing += [(i * self.args.ranks + k, host) for k in range(self.args.ranks) if k not in gone]
-        first = min(found, key=lambda f: f[0], default=(8, None, None, "a node was late with its beats"))
-        if first[0] >= 6 and standing and any(status == HUNG for _, status, _, _ in found):  # the others said: "hung"
+        first = min(found, key=lambda f: f[0], default=(8, None, None, "a node was late with its heartbeats"))
+        if first[0] >= 6 and standing and any(status == HUNG for _, status, _, _ in found):  # all others reported it
             ranks = ", ".join(f"{rank} on {host}" for rank, host in standing[:4])
             return HUNG, standing[0][1], f"rank {ranks} stood still"
         return first[1:]
 
     def next(self, round_: dict, usable: list) -> dict:
-        """Return the next round, on the first of the usable nodes; on a poor one only if there are no others."""
+        """Return the next round, on the first usable nodes; a poor one takes part only if there are no others."""
         poor = {beat["host"]: why for beat in usable if (why := self.poor(beat))}
         chosen = sorted(usable, key=lambda beat: beat["host"] in poor)[: self.args.nodes]
         nodes = [{key: beat[key] for key in NODE} for beat in usable if beat in chosen]
@@ -270,10 +278,10 @@ class Leader:
         return round_ | start | {"state": "run", "nodes": nodes, "left": ""}
 
     def poor(self, beat: dict) -> str:
-        """Describe why another node is better than this one; empty if it is not."""
+        """Describe why another node is preferred to this one; empty if none is."""
         ahead = beat["time"] - time.time()
         clock = f"its clock is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the leader's"
-        return clock if abs(ahead) > CLOCK_SECONDS + self.args.dead_seconds else beat["poor"]  # beats are not older
+        return clock if abs(ahead) > CLOCK_SECONDS + self.args.dead_seconds else beat["poor"]  # no heartbeat is older
 
     def end(self, round_: dict, status: int, why: str) -> dict:
         if why:
@@ -281,7 +289,7 @@ class Leader:
         return round_ | {"state": "end", "status": status}
 
     def report(self, round_: dict, cause: str, status: int | None = None) -> None:
-        """Append to restarts.jsonl, and say on stderr, what ended a round; once, if that cannot be written."""
+        """Append what ended a round to restarts.jsonl, and print it; once, also if the next round cannot be written."""
         before, self.reported = self.reported, (round_["number"], status)
         if self.reported == before:
             return
@@ -293,7 +301,8 @@ class Leader:
         self.say(f"{'error: ' * (status == 1)}round {round_['number']} ended {when}: {cause}")
 
     def say(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        """Print a line, which may hold texts of other nodes and ranks."""
+        print(printable(text), file=sys.stderr, flush=True)
 
 
 def repeated(failures: list) -> int:
@@ -302,7 +311,7 @@ def repeated(failures: list) -> int:
 
 
 def matches(value: object, form: object) -> bool:
-    """Tell whether a value of JSON has a form.
+    """Return whether a value of JSON has a form.
 
     A form is a type, a set of values, {name: form}, {str: form of all}, [form of all], or (form, form), a list of two.
     """
@@ -315,8 +324,8 @@ def matches(value: object, form: object) -> bool:
     return any(value == item for item in form) if isinstance(form, set) else isinstance(value, form)
 
 
-def replace(path: Path, value: dict, durable: bool = False) -> None:
-    """Write JSON that others see whole, or as it was before; durable: also if this machine dies now."""
+def write_json_atomically(path: Path, value: dict, durable: bool = False) -> None:
+    """Write JSON that others read whole, or as it was before; durable: also if this machine dies now."""
     temporary = path.with_suffix(f".{socket.gethostname()}-{os.getpid()}")  # pods have the same process ids
     with open(temporary, "w") as file:
         file.write(json.dumps(value))

@@ -2,25 +2,33 @@
 
     python -m minitron.supervise --node 0 --nodes 2 --ranks 8 --dir RUN --id JOB -- -m minitron.pretrain ...
 
-Problem: with thousands of GPUs something fails every few hours. torchrun restarts ranks only while the node lives that
-holds its store, and a job that ends waits in the queue. The idea: the nodes agree through files in a folder that all
-of them see, so that any node may die.
+Problem: with thousands of GPUs something fails every few hours. torchrun restarts ranks only while the node that holds
+its store is up, and a job that ends waits in the queue. The idea: the nodes agree through files in a shared folder, so
+that any node may die.
 
-1. Each supervisor writes node-N.json, its beat: a counter, how far its ranks are, how they ended. A beat that does not
-   change for a while belongs to a dead node. Only changes count, so clocks may differ.
-2. The lowest node that lives leads. It writes round.json: who takes part in this start of the ranks, in which order,
-   where they meet. All it knows is in these files, so the next node can take over at any time.
-3. When ranks fail or a node dies, the leader writes "stop"; all nodes kill their ranks and say how these had ended.
-   From that the leader tells the cause from its consequences. Each node also looks at its GPUs and log.dir
-   (health.py); the leader writes the next round without a node that is unfit.
+1. Each supervisor writes node-N.json, its heartbeat. A heartbeat that does not change for a while belongs to a dead
+   node. Only changes count, so clocks may differ.
+2. The lowest live node leads. It writes round.json: the nodes of this start of the ranks, their order, and the address
+   of rank 0. The leader keeps no other state, so the next node can take over at any time.
+3. When ranks fail or a node dies, the leader writes "stop". All nodes kill their ranks and write how these had ended.
+   From that the leader finds the cause among its consequences. Each node also checks its GPUs and log.dir (health.py);
+   the leader writes the next round without a node that is unfit.
 
     round.json     run 1: nodes 0 1 2       stop 1                                     run 2: nodes 0 1 3
     node 1         running ..... (dies)
     node 2         running ..... rank 5: 125 (lost its partners) .. ended              running
     node 3         idle, a spare                                                       running
 
-A round is not repeated for ever, see lead.py. restarts.jsonl says what ended each round; excluded_nodes names
-the hosts that a scheduler should not give to this run again. Left out: a rank that stops while its agent is stopped.
+lead.py limits the rounds. restarts.jsonl has what ended each round; excluded_nodes names the hosts that a scheduler
+should not give to this run again. Left out: a rank that is suspended together with its agent.
+
+Fields of a heartbeat, beside node, host, address and port (one that is free, for the next round):
+    life       an id of this supervisor: after a restart it has another, because its ranks are gone
+    count      changes with every heartbeat; time: when it was written, by this node's clock
+    round      the key of the last round that was begun here; state: idle, running, done, failed or ended
+    ended      local rank -> status; said: local rank -> why it ended
+    leaving    why this node will not take part in another round; stopping: it got a signal that ends the run
+    looked     the key of the last round after which health.py ran; unfit, poor: what it found
 """
 
 from __future__ import annotations
@@ -47,7 +55,7 @@ from minitron.runtime.signals import SIGNALS
 from minitron.runtime.status import BROKEN
 from minitron.supervise.agent import Agent
 from minitron.supervise.health import Health
-from minitron.supervise.lead import BEAT, STUCK, Leader, replace
+from minitron.supervise.lead import HEARTBEAT, IDLE, STUCK, Leader, write_json_atomically
 
 POLL_SECONDS = 0.1
 PORTS = 100
@@ -58,33 +66,18 @@ KILL_SECONDS = 120.0
 
 
 class Supervisor:
-    """One node's part: its beat, its ranks, and the lead if it is the lowest node that lives."""
+    """One node's heartbeat and ranks; it also leads if it is the lowest live node."""
 
     def __init__(self, args: argparse.Namespace):
         self.args, self.folder = args, (args.rounds or args.dir / "rounds") / args.id
         with errors_as(ValueError, lambda error: f"{error}; name another --dir or --rounds", OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
         self.agent, self.health = Agent(args.command, args.preload), Health(args.dir, args.dead_seconds / 2)
-        self.beat: dict = {
-            "node": args.node,
-            "life": uuid.uuid4().hex,  # another after a restart of this supervisor: its ranks are gone
-            "host": args.host,
-            "address": args.address,
-            "port": args.port,  # that is free here, for the next round
-            "count": 0,
-            "round": "",  # the key of the last round that was begun here
-            "state": "idle",  # running, done, failed, ended
-            "ended": {},  # local rank: status
-            "said": {},  # local rank: why
-            "leaving": "",  # why this node will not take part in another round
-            "stopping": False,  # the run is to end: SIGUSR1, Ctrl+C
-            "time": 0.0,  # of this node's clock, when the beat was written
-            "looked": "",  # the key of the last round after which health.py looked at this node
-            "unfit": "",  # what it found wrong with the GPUs
-            "poor": "",  # what it found wrong with log.dir
-        }
+        here = {"node": args.node, "life": uuid.uuid4().hex, "host": args.host, "address": args.address}
+        self.heartbeat: dict = here | {"port": args.port, "count": 0} | IDLE
         self.path, self.leader = self.folder / f"node-{args.node}.json", Leader(args, self.folder)
-        self.ending = self.beaten = self.passed = 0.0
+        self.ending = 0.0  # when the ranks were killed, until they have ended
+        self.written = self.passed = 0.0  # times of the last heartbeat and of the main thread's last pass
         self.shown, self.starts, self.interrupted = False, 0, False
         self.writing = threading.Lock()
 
@@ -103,13 +96,13 @@ class Supervisor:
             while True:
                 self.passed = monotonic()
                 self.watch()
-                if monotonic() - self.beaten > self.args.beat_seconds:
+                if monotonic() - self.written > self.args.beat_seconds:
                     if self.replaced():
                         self.leader.say(f"another supervisor has come as node {self.args.node}: this one leaves")
                         return LEFT
                     with self.writing:
                         self.show()
-                    with suppress(OSError):  # a full disk: once more, a beat later
+                    with suppress(OSError):  # a full disk: tried again with the next heartbeat
                         round_ = self.leader.lead() if self.leader.leads(self.args.node) else self.leader.round()
                         if (status := self.follow(round_)) is not None:
                             return status
@@ -122,58 +115,55 @@ class Supervisor:
                     self.path.unlink(missing_ok=True)
 
     def listen(self, numbers: Sequence[signal.Signals]) -> None:
-        """Take signals at once, in a thread of its own, for the disk of the beats may stand still for a while.
+        """Pass signals to the ranks, from a thread of its own: the main thread may wait for a disk.
 
-        A scheduler sends a signal to every process, so that a rank gets it twice; and what is not an echo, some seconds
-        later, ends a rank in the midst of its last save (runtime/stop.py).
+        A scheduler sends a signal to every process, so a rank gets it twice. A rank ignores a second one only within
+        some seconds; a later one ends it during its last save (runtime/stop.py). So a second Ctrl+C kills the ranks
+        here. After SIGTERM this node leaves: the ranks of all nodes save, and the others may go on.
         """
         while True:
-            self.hear(signal.Signals(signal.sigwait(numbers)))
-
-    def hear(self, number: signal.Signals) -> None:
-        """Hand a signal on. After SIGTERM the node leaves: the ranks of all nodes save, and the others may go on.
-
-        Ctrl+C again kills the ranks: they would take a second SIGINT for the echo of the first (runtime/stop.py).
-        """
-        if number == signal.SIGTERM:
-            self.beat["leaving"] = "got SIGTERM"
-        elif number == signal.SIGINT and self.interrupted:
-            self.beat["leaving"] = "got SIGINT a second time"
-            return self.agent.signal(signal.SIGKILL)
-        else:
-            self.beat["stopping"] = True
-            self.interrupted |= number == signal.SIGINT
-        self.agent.signal(number)
+            number = signal.Signals(signal.sigwait(numbers))
+            if number == signal.SIGTERM:
+                self.heartbeat["leaving"] = "got SIGTERM"
+            elif number == signal.SIGINT and self.interrupted:
+                self.heartbeat["leaving"] = "got SIGINT a second time"
+                number = signal.SIGKILL
+            else:
+                self.heartbeat["stopping"] = True
+                self.interrupted |= number == signal.SIGINT
+            self.agent.signal(number)
 
     def watch(self) -> None:
-        """Bring the beat up to date."""
+        """Update the heartbeat from the state of the ranks."""
         self.agent.listen()
-        state = self.beat["state"]
+        state = self.heartbeat["state"]
         if self.ending and (not self.agent.running or monotonic() - self.ending > KILL_SECONDS):
             if self.agent.running:
-                self.beat["leaving"] = f"{STUCK} in {KILL_SECONDS:.0f} s"
-            self.ending, self.beat["state"] = 0.0, "ended"  # the state last: another thread may write the beat
-        elif not self.ending and state != "ended":  # how they ended by themselves
-            self.beat |= {"ended": dict(self.agent.ended), "said": dict(self.agent.said)}
+                self.heartbeat["leaving"] = f"{STUCK} in {KILL_SECONDS:.0f} s"
+            self.ending = 0.0
+            self.heartbeat["state"] = "ended"  # last, since another thread may write the heartbeat
+        elif not self.ending and state != "ended":  # not yet killed: how they ended by themselves
+            self.heartbeat |= {"ended": dict(self.agent.ended), "said": dict(self.agent.said)}
             if BROKEN in self.agent.ended.values():
-                self.beat["leaving"] = "has a broken device"
+                self.heartbeat["leaving"] = "has a broken device"
             if state == "running" and any(self.agent.ended.values()):
-                self.beat["state"] = "failed"
+                self.heartbeat["state"] = "failed"
             elif state == "running" and not self.agent.running:
-                self.beat["state"] = "done"
-        if state != self.beat["state"]:
-            self.beaten = 0.0
+                self.heartbeat["state"] = "done"
+        if state != self.heartbeat["state"]:
+            self.written = 0.0
 
     def replaced(self) -> bool:
-        """Tell whether a younger supervisor writes this node's beats, as of a pod that was given up for lost."""
+        """Return whether a newer supervisor writes this node's heartbeat, as when a lost pod comes back."""
         with suppress(OSError):
-            return self.shown and (self.leader.read(self.path.name, BEAT) or self.beat)["life"] != self.beat["life"]
+            found = self.leader.read(self.path.name, HEARTBEAT) or self.heartbeat
+            return self.shown and found["life"] != self.heartbeat["life"]
         return False
 
     def keep(self) -> None:
-        """Write beats while the main thread waits for a slow disk or device, for KILL_SECONDS at most.
+        """Write heartbeats while the main thread waits for a slow disk or device, for KILL_SECONDS at most.
 
-        The leader reads the beats of all nodes in one pass. Its own must not be late because of that.
+        The leader reads the heartbeats of all nodes in one pass. Its own must not be late because of that.
         """
         while True:
             time.sleep(self.args.beat_seconds)
@@ -182,23 +172,23 @@ class Supervisor:
                     self.show()
 
     def show(self) -> None:
-        """Write the beat."""
-        self.beat |= {"count": self.beat["count"] + 1, "time": time.time()}
-        self.beaten = monotonic()
-        if self.beat["state"] not in ("running", "failed"):
-            self.beat["port"] = free_port([self.args.port + (self.starts + i) % PORTS for i in range(PORTS)])
+        """Write the heartbeat."""
+        self.heartbeat |= {"count": self.heartbeat["count"] + 1, "time": time.time()}
+        self.written = monotonic()
+        if self.heartbeat["state"] not in ("running", "failed"):
+            self.heartbeat["port"] = free_port([self.args.port + (self.starts + i) % PORTS for i in range(PORTS)])
         try:
-            replace(self.path, self.beat)
+            write_json_atomically(self.path, self.heartbeat)
             self.shown = True
-        except OSError:  # the disk is full or away: beats that do not change say nothing of their nodes now
+        except OSError:  # the disk is full or away: now an old heartbeat does not mean that its node is dead
             self.leader.seen = {}
 
     def follow(self, round_: dict) -> int | None:
-        """Do what the round asks of this node; return its status if there is no more to do for it."""
+        """Start or kill the ranks as the round has it; return this node's status if the run is over for it."""
         members = [(node["node"], node["life"]) for node in round_["nodes"]]
-        mine, beat = (self.args.node, self.beat["life"]), self.beat
+        mine, beat = (self.args.node, self.heartbeat["life"]), self.heartbeat
         wanted, begun = round_["state"] == "run" and mine in members, beat["state"] in ("running", "failed")
-        new = wanted and round_["key"] != beat["round"]  # also with an old number, after two have led for a moment
+        new = wanted and round_["key"] != beat["round"]  # two leaders at once can write one number twice
         if new and not begun:
             self.start(round_, members.index(mine))
         elif begun and (new or not wanted):
@@ -210,8 +200,8 @@ class Supervisor:
             return round_["status"]
         if round_["state"] == "stop" and round_["key"] != beat["looked"] and not beat["leaving"]:
             beat |= {"unfit": self.health.unfit(), "poor": self.health.poor(), "looked": round_["key"]}
-            self.beaten = 0.0
-        unfit = beat["unfit"] and self.args.host in round_["excluded"]  # the leader has read why
+            self.written = 0.0
+        unfit = beat["unfit"] and self.args.host in round_["excluded"]  # the leader has read the reason
         return LEFT if unfit or beat["leaving"] and (mine not in members or round_["left"]) else None
 
     def start(self, round_: dict, node_rank: int) -> None:
@@ -229,11 +219,11 @@ class Supervisor:
         own = [common | {"RANK": node_rank * local + i, "LOCAL_RANK": i} for i in range(local)]
         self.starts += 1  # the next one has another port, and with it another store
         self.agent.start([{name: str(value) for name, value in variables.items()} for variables in own])
-        self.beat |= {"round": round_["key"], "state": "running", "ended": {}, "said": {}}
+        self.heartbeat |= {"round": round_["key"], "state": "running", "ended": {}, "said": {}}
 
 
 def free_port(ports: Sequence[int]) -> int:
-    """Return the first of these ports at which nobody listens; the first one if there is none."""
+    """Return the first of these ports that is free; the first one if none is."""
     for port in ports:
         with socket.socket() as here, suppress(OSError, OverflowError):  # in use, or beyond 65535
             here.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store

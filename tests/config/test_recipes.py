@@ -26,9 +26,9 @@ from minitron.model.gpt import GPT
 from minitron.optim.lr import learning_rate
 from minitron.parallel.layout import make_layout
 from minitron.planner.dryrun.dryrun import dry_run
+from minitron.planner.fit import changes, written
 from minitron.planner.machine import Machine, read_machines
-from minitron.planner.plan import plan, room_gib
-from minitron.planner.remedy import changes, written
+from minitron.planner.plan import available_gib, plan
 from minitron.planner.search import search
 from minitron.runtime.log import Log
 from minitron.runtime.log_formats import Iteration
@@ -200,7 +200,7 @@ def test_nemo_s_learning_rate_is_that_of_its_document(name):
 
 # ---- what fits -------------------------------------------------------------------------------------------------------
 
-DEVICES, FABRICS = read_machines(ROOT / "benchmarks" / "devices.json")
+DEVICES, FABRICS = read_machines()
 H100, A3_MEGA, A100_40GB = (
     Machine(DEVICES[device], FABRICS[fabric])
     for device, fabric in (("h100", "ndr400"), ("h100", "a3-mega"), ("a100-40gb", "juwels-booster"))
@@ -312,7 +312,7 @@ def test_a_documented_job_fits_by_the_planner(tmp_path, world, machine, argument
     cfg = cli.load(arguments(folder=tmp_path))
     rules.check(cfg, world)
     job = plan(cfg, world, machine)
-    assert job.fits, f"{job.memory_gib:.1f} GiB of {room_gib(machine):.1f}"
+    assert job.fits, f"{job.memory_gib:.1f} GiB of {available_gib(machine):.1f}"
 
 
 @pytest.mark.sampled(3)
@@ -328,7 +328,7 @@ def test_a_documented_job_fits_by_a_dry_run(tmp_path, world, machine, arguments)
     cfg = replace(cfg, train=replace(cfg.train, global_batch_size=microbatches * dp * cfg.train.micro_batch_size))
     shared = job.memory["messages"] / 2**30
     peak = dry_run(cfg, world, job.fullest * (world // pp)).peak_bytes / 2**30
-    assert peak + shared <= room_gib(machine)
+    assert peak + shared <= available_gib(machine)
     assert job.memory_gib - shared <= peak * 1.03 and peak <= job.memory_gib * 1.03
 
 

@@ -87,7 +87,7 @@ def test_the_context_holds_what_is_copied_and_no_more():
     sources = {word for line in copied for word in line.split()[1:-1]}
     assert {source.split("/")[0] for source in sources} == kept
     results = [line for line in lines if "benchmarks/results" in line]
-    assert results == ["benchmarks/results/*", "!benchmarks/results/calibration.md"]
+    assert results == ["benchmarks/results/*", "!benchmarks/results/calibration.json"]
 
 
 @pytest.mark.parametrize("tool", ["plan.py", "check_job.py"])

@@ -63,7 +63,8 @@ def test_the_wheel_holds_what_users_name(wheel):
         for path in (ROOT / folder).glob("*"):
             if path.suffix in (".py", ".yaml", ".json", ".txt"):
                 assert f"minitron/share/{folder}/{path.name}" in names
-    assert {f"minitron/share/benchmarks/{name}.json" for name in ("devices", "published")} <= names
+    assert {f"minitron/planner/{name}.json" for name in ("devices", "published")} <= names
+    assert "minitron/share/benchmarks/results/calibration.json" in names
     assert {"minitron/config/names.yaml", "minitron/interop/config_keys.txt"} <= names
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "minitron").rglob("*.py")}
     assert modules == {name for name in names if name.endswith(".py") and not name.startswith("minitron/share/")}

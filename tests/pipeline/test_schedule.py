@@ -335,12 +335,16 @@ DEFECTS = {
     ),
     "wait for itself": (1, lambda a: wait_for(a, Exchange, 2, lambda n: 3), "waits for 3 Exchanges and is number 3"),
     "receive dropped": (1, lambda a: without(a, "recvs"), r"rank 1, action \d Forward.*has not been received"),
-    "send dropped": (0, lambda a: without(a, "sends"), r"rank 0 never sends Transfer\(kind='activation', mb=0"),
+    "send dropped": (
+        0,
+        lambda a: without(a, "sends"),
+        "from rank 0 to rank 1 .*sent as .* mb 1 .*received as .* mb 0 ",
+    ),
     "receive after use": (1, lambda a: swap(a, 0, find(a, Forward)), "rank 1, action 0 Forward.*has not been received"),
-    "send before making": (0, lambda a: swap(a, 0, 1), "rank 0, action 0 Exchange.*which is not there to be sent"),
-    "send to another rank": (0, redirect_send, "rank 0, action 1 Exchange.*which is not there to be sent"),
-    "receive twice": (1, duplicate_receive, "rank 1, action 1 Exchange.*a second time"),
-    "receive unused": (1, unused_receive, "rank 1 never uses Transfer.*which it receives"),
+    "send before making": (0, lambda a: swap(a, 0, 1), "rank 0, action 0 Exchange.*which has not been made"),
+    "send to another rank": (0, redirect_send, "rank 0, action 1 Exchange.*which has not been made"),
+    "receive twice": (1, duplicate_receive, r"rank 1, action \d Forward.*its input comes with number 2"),
+    "receive unused": (1, unused_receive, "from rank 0 to rank 1 .*sent as nothing, received as activation of mb 0 "),
 }
 
 
@@ -364,10 +368,7 @@ def test_check_sees_reordered_messages():
         actions[:] = routed(actions, 1, 2, 1)
 
     schedule = make(2, 1, 4)
-    message = (
-        "message 0 from rank 0 to rank 1 differs at its ends: sent as activation of mb 0 for stage 1 .action 1., "
-        "received as activation of mb 1 for stage 1 .action 0."
-    )
+    message = "message 0 from rank 0 to rank 1 .* sent as activation of mb 0 .*, received as activation of mb 1 "
     with pytest.raises(ValueError, match=message):
         check(edit(schedule, 1, change))
 

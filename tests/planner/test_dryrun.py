@@ -185,9 +185,9 @@ def test_what_is_walked_once_is_what_all_microbatches_do(monkeypatch, world, cfg
         begun = []
         few = dry_run(cfg, world, rank, begun.append)
         with monkeypatch.context() as patch:
-            patch.setattr(repeats, "enough", lambda pp, vp, num_microbatches: num_microbatches)
+            patch.setattr(repeats, "microbatches_to_walk", lambda pp, vp, num_microbatches: num_microbatches)
             every = dry_run(cfg, world, rank)
-        assert repeats.enough(cfg.parallel.pp, cfg.parallel.vp, count) < count
+        assert repeats.microbatches_to_walk(cfg.parallel.pp, cfg.parallel.vp, count) < count
         assert len(begun) < len(every.timeline) == len(few.timeline)
         ignored = dict(seconds=0.0, timeline=[])  # before the step fewer batches are read
         assert dataclasses.replace(few, **ignored) == dataclasses.replace(every, **ignored)
@@ -197,7 +197,7 @@ def test_what_is_walked_once_is_what_all_microbatches_do(monkeypatch, world, cfg
 
 def test_what_does_not_repeat_is_walked_in_full(monkeypatch):
     """Groups of different lengths; and a microbatch that leaves something behind, which no order of actions shows."""
-    assert repeats.enough(2, 2, 13) == 13
+    assert repeats.microbatches_to_walk(2, 2, 13) == 13
     cfg = settings(GPT3, parallel=dict(pp=2), train=dict(global_batch_size=13))
     begun, left = [], []
 

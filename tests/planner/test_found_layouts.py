@@ -11,7 +11,7 @@ from minitron.planner.memory import Memory
 from minitron.planner.search import search
 
 ROOT = Path(__file__).parents[2]
-DEVICES, FABRICS = read_machines(ROOT / "benchmarks" / "devices.json")
+DEVICES, FABRICS = read_machines()
 PUBLISHED = [  # recipe, GPUs, their kind, samples
     ("gpt3_175b", 128, "h100", 256),
     ("llama31_70b", 64, "h100", 128),
@@ -41,6 +41,6 @@ def test_the_best_layout_of_a_recipe_runs_dry_and_needs_the_memory_planned(recip
     fullest, _ = memory.peak()
     for rank in choose_ranks("first,middle,last,fullest", pp, world, fullest):
         report = dry_run(best.cfg, world, rank)
-        planned = memory.of(rank // (world // pp))
+        planned = memory.bytes_by_part(rank // (world // pp))
         workspaces = 33 * 2**20 + 32 * 2**20  # libraries' own, which no dry run sees
         assert report.peak_bytes == pytest.approx(planned.total(), rel=0.03, abs=workspaces)

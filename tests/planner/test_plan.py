@@ -19,12 +19,11 @@ from minitron.planner import command as tool
 from minitron.planner import cost, pictures
 from minitron.planner.draw import draw_svg
 from minitron.planner.failures import predict
-from minitron.planner.lighter import lighter
+from minitron.planner.fit import memory_options, written
 from minitron.planner.machine import read_machines
 from minitron.planner.memory import Memory
-from minitron.planner.plan import plan, room_gib
+from minitron.planner.plan import available_gib, plan
 from minitron.planner.published import PUBLISHED
-from minitron.planner.remedy import written
 from minitron.planner.work import HIDDEN
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,7 +46,7 @@ def test_json_and_table_say_the_same(capsys):
     assert record["step_seconds"] == job.step_seconds and record["mfu_percent"] == job.mfu_percent
     assert record["memory_gib"] == pytest.approx(sum(record["memory"].values())) == pytest.approx(job.memory_gib)
     assert f"  and {record['graph_gib']:17.2f} GiB more if steps are recorded as CUDA graphs\n" in table
-    assert record["fits"] is True and record["room_gib"] == room_gib(job.machine)
+    assert record["fits"] is True and record["room_gib"] == available_gib(job.machine)
     assert record["step_seconds"] == pytest.approx(
         sum(seconds for part, seconds in record["seconds"].items() if part not in HIDDEN)
     )
@@ -139,7 +138,7 @@ def test_a_search_needs_no_layout_that_fits_or_is_possible(capsys):
     argv = [*given, "--world", "6", "--device", "h100", "--search"]
     tool.main([*argv, "--count", "1"])
     out, err = capsys.readouterr()
-    assert "the given layout cannot be: parallel.tp*pp*cp=4*1*1=4 does not divide the world of 6 ranks" in err
+    assert "the given layout breaks a rule: parallel.tp*pp*cp=4*1*1=4 does not divide the world of 6 ranks" in err
     assert out.startswith("given: tp 1, pp 1, vp 1, cp 1, dp 6,") and "does not fit" in out.splitlines()[0]
     assert "% slower, but it fits (" in out or "% faster (" in out
     record = json.loads(printed(capsys, *argv, "--json", "--count", "1"))
@@ -247,7 +246,7 @@ def test_a_step_whose_graphs_find_no_room_is_planned_eager_and_told_what_makes_r
 
 def test_a_job_that_does_not_fit_is_told_what_each_key_would_save(capsys):
     job = [*LLAMA, "train.global_batch_size=16", "train.micro_batch_size=2", "parallel.tp=2", "--world", "4"]
-    plans = lighter(plan(cli.load(job[:-2]), 4, tool.chosen(tool.parse([*job, "--device", "h100"]))))
+    plans = memory_options(plan(cli.load(job[:-2]), 4, tool.chosen(tool.parse([*job, "--device", "h100"]))))
     with pytest.raises(ValueError, match="do not fit"):
         tool.main([*job, "--device", "h100"])
     text = capsys.readouterr().out
@@ -265,9 +264,9 @@ def test_keys_are_added_up_where_none_alone_is_enough():
     job = [*LLAMA, "train.global_batch_size=16", "train.micro_batch_size=2", "precision.fp8=delayed", "parallel.tp=4"]
     machine = tool.chosen(tool.parse(DP8))
     first = plan(cli.load(job), 4, machine)
-    least = min(other.memory_gib for _, other in lighter(first))
+    least = min(other.memory_gib for _, other in memory_options(first))
     small = replace(machine, device=replace(machine.device, memory_gib=least - 0.5, reserved_gib=0.0))
-    found = lighter(replace(first, machine=small))
+    found = memory_options(replace(first, machine=small))
     assert not any(other.fits for keys, other in found if len(keys) == 1)
     keys, last = found[-1]
     assert len(keys) > 1 and last.fits and len({key.split("=")[0] for key in keys}) == len(keys)
@@ -308,18 +307,12 @@ def test_a_sweep_plans_every_combination(capsys):
 
 
 def test_the_cost_has_the_range_of_the_held_out_errors(capsys, tmp_path):
-    path = tmp_path / "calibration.md"
-    head = "## Held out\n\n| run | device | GPUs | predicted s | measured s | error |\n|---|---|---|---|---|---|\n"
-    ratios = [0.90, 0.95, 1.0, 1.0, 1.05, 1.1, 1.2]
-    rows = [f"| r | h100 | 8 | 2.0 | {2 * ratio:.3f} | x |" for ratio in ratios]
-    rows += ["| r, bound by the host | h100 | 8 | 1.0 | 9.0 | x |", "| r | a100-40gb | 8 | 1.0 | 3.0 | x |"]
-    path.write_text(
-        head + "\n".join(rows) + "\n" + head.replace("Held out", "Fitted") + "| r | h100 | 8 | 1 | 7 | x |\n"
-    )
+    path = tmp_path / "calibration.json"
+    path.write_text(json.dumps({"h100": [0.90, 0.95, 1.0, 1.0, 1.05, 1.1, 1.2], "a100": [3.0]}))
     off = cost.error_range("H100", path)
     assert (off.low, off.high, off.rows) == (pytest.approx(0.93), pytest.approx(1.14), 7)
     assert cost.error_range("A100", path).rows == 8  # one row is no range
-    assert cost.error_range("H100", tmp_path / "none.md") is None
+    assert cost.error_range("H100", tmp_path / "none.json") is None
     text, off = printed(capsys, *DP8), cost.error_range("H100")
     job = plan(cli.load(KEYS), 8, tool.chosen(tool.parse(DP8)))
     hours = 1e12 / job.tokens_per_second / 3600 * 8
@@ -374,21 +367,21 @@ def test_the_picture_of_memory_has_every_part_of_every_rank(keys):
         if part.startswith("CUDA graphs"):
             expected = [sizes.graph(rank) / 2**30 for rank in range(2)]
         else:
-            expected = [sizes.of(rank)[part] / 2**30 for rank in range(2)]
+            expected = [sizes.bytes_by_part(rank)[part] / 2**30 for rank in range(2)]
         assert [bar.get_width() for bar in container] == pytest.approx(expected) and max(expected) > 0
     parts = {container.get_label() for container in bars.containers}
-    assert parts >= {part for rank in range(2) for part, size in sizes.of(rank).items() if size}
-    totals = [f"{sizes.of(rank).total() / 2**30:.1f}" for rank in range(2)]
+    assert parts >= {part for rank in range(2) for part, size in sizes.bytes_by_part(rank).items() if size}
+    totals = [f"{sizes.bytes_by_part(rank).total() / 2**30:.1f}" for rank in range(2)]
     assert [text.get_text() for text in bars.texts] == totals
     assert [text.get_weight() == "bold" for text in bars.texts] == [rank == job.fullest for rank in range(2)]
-    assert set(bars.lines[0].get_xdata()) == {room_gib(job.machine)}
+    assert set(bars.lines[0].get_xdata()) == {available_gib(job.machine)}
     # Each rank's line is its curve, which reaches the peak but for what an operation works with, and comes back.
     for rank, line in enumerate(lines.lines):
         curve = pictures.memory_curve(job, rank)
         assert [tuple(pair) for pair in line.get_xydata()] == curve
         assert line.get_label() == f"rank {rank}" + ", the fullest" * (rank == job.fullest)
         assert curve[-1][1] == pytest.approx(curve[0][1])
-        peak = (sizes.of(rank).total() - sizes.of(rank)["working"]) / 2**30
+        peak = (sizes.bytes_by_part(rank).total() - sizes.bytes_by_part(rank)["working"]) / 2**30
         assert max(gib for _, gib in curve) == pytest.approx(peak)
         (first, before), (last, after) = curve[1:3]  # of the first forward: it leaves what its blocks save, one by one
         event = next(event for event in job.timeline.events if event.rank == rank)
@@ -534,6 +527,9 @@ def test_the_table_has_a_line_a_row_and_no_figure_of_its_own(tmp_path, capsys, m
         if row.software == "minitron" and row.products and job.cfg.parallel.pp == 1:
             alone = job.seconds["gemm"] * job.machine.device.in_step
             assert f"| {row.name} | {alone:.3f} | {row.products:.3f} |" in fitted.split("## Products alone")[1]
+    rows = few + [row for row in calibration.own_rows(path) if not row.fitted and not row.host_bound]
+    ratios = [round(row.seconds / calibration.predict(row, MACHINES).step_seconds, 4) for row in rows]
+    assert sorted(sum(json.loads((tmp_path / "calibration.json").read_text()).values(), [])) == sorted(ratios)
     assert any(row.host_bound for row in calibration.own_rows(path)) == (", bound by the host" in text)
     errors = [calibration.predict(row, MACHINES).step_seconds / row.seconds - 1 for row in few]
     assert f"Published, step times: largest error {100 * max(errors, key=abs):+.1f} %" in held

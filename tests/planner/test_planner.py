@@ -19,18 +19,18 @@ from minitron.kernels.kernels import choose
 from minitron.model.gpt import GPT
 from minitron.parallel.layout import make_layout
 from minitron.pipeline.schedule import BackwardWeight, Exchange, make, operations
-from minitron.planner import remedy as remedy_module
+from minitron.planner import fit as fit_module
 from minitron.planner import search as search_module
+from minitron.planner.fit import changes, nearest_fit
 from minitron.planner.machine import SOFTWARE, Device, Fabric, Machine, read_machines
 from minitron.planner.memory import Memory
-from minitron.planner.plan import Step, plan, room_gib
-from minitron.planner.remedy import changes, remedy
+from minitron.planner.plan import Step, available_gib, plan
 from minitron.planner.search import RECOMPUTE, layouts, search
 from minitron.planner.simulate import simulate
-from minitron.planner.work import FUSED_ATTENTION, Work, document_tokens, total
+from minitron.planner.work import FUSED_ATTENTION, StageTime, document_tokens, total
 
 ROOT = Path(__file__).resolve().parents[2]
-DEVICES, FABRICS = read_machines(ROOT / "benchmarks" / "devices.json")
+DEVICES, FABRICS = read_machines()
 H100 = Machine(DEVICES["h100"], FABRICS["ndr400"])
 # A GPU whose seconds are operations / 1e12, bytes / 1e12 and messages / 1e9, without any loss.
 IDEAL = Machine(
@@ -115,7 +115,7 @@ def test_operations_of_all_stages_are_those_that_flops_counts(family, layout):
 def test_what_frozen_weights_documents_and_recomputation_change():
     cfg, lora = cli.load(SMALL), ["finetune.kind=lora", "lora.targets=[q,v,down]"]
     documents = ["data.source=mock", "data.separate_documents=true", "data.document_length=512"]
-    plain, frozen, packed = (Work(cli.load(SMALL + extra), IDEAL) for extra in ([], lora, documents))
+    plain, frozen, packed = (StageTime(cli.load(SMALL + extra), IDEAL) for extra in ([], lora, documents))
     (forward, backward), (frozen_forward, of_frozen), (of_documents, _) = (
         w.block(False) for w in (plain, frozen, packed)
     )
@@ -134,9 +134,9 @@ def test_what_frozen_weights_documents_and_recomputation_change():
         size * (3 * h + 2 * (h + h // 2) + 3 * f + 2 * h)
     )
     assert not frozen.embedding()[1]["pointwise"] and frozen.head()[1]["gemm"] == frozen.head()[0]["gemm"]
-    full = Work(replace(cfg, train=replace(cfg.train, recompute="full")), IDEAL).block(False)
+    full = StageTime(replace(cfg, train=replace(cfg.train, recompute="full")), IDEAL).block(False)
     assert total(full[1]) == pytest.approx(total(forward) + total(backward))
-    selective = Work(replace(cfg, train=replace(cfg.train, recompute="selective")), IDEAL).block(False)
+    selective = StageTime(replace(cfg, train=replace(cfg.train, recompute="selective")), IDEAL).block(False)
     assert total(backward) < total(selective[1]) < total(full[1])
 
 
@@ -162,12 +162,12 @@ def test_documents_are_as_long_as_the_random_ones(longest):
 def test_fp8_halves_products_of_blocks_and_not_of_the_head():
     machine = replace(IDEAL, device=replace(IDEAL.device, gemm_tflops={"bf16": 1, "fp8": 2}))
     bf16, fp8 = (
-        Work(cli.load(SMALL + extra), machine)
+        StageTime(cli.load(SMALL + extra), machine)
         for extra in ([], ["precision.fp8=delayed", "precision.fp8_bf16_layers=1"])
     )
     assert fp8.block(True)[0]["gemm"] == pytest.approx(bf16.block(False)[0]["gemm"] / 2)
     assert fp8.head()[0]["gemm"] == bf16.head()[0]["gemm"]
-    in_fp8 = Work(cli.load([*SMALL, "precision.fp8=delayed", "precision.fp8_head=true"]), machine)
+    in_fp8 = StageTime(cli.load([*SMALL, "precision.fp8=delayed", "precision.fp8_head=true"]), machine)
     assert [x["gemm"] for x in in_fp8.head()] == pytest.approx([x["gemm"] / 2 for x in bf16.head()])
     m, t = fp8.model, fp8.cfg.train  # a cast reads 2 bytes, and writes 1 twice: x for the weight's gradient as well
     rows, values = t.seq_len * t.micro_batch_size, (m.hidden_size, m.padded_vocab_size)
@@ -280,7 +280,7 @@ def test_memory_is_what_the_trainer_allocates(layout):
     cfg = recipe(name, "train.global_batch_size=8", *overrides)
     memory, pp = Memory(cfg, world, gpus_per_node=1), cfg.parallel.pp  # the walk shares no memory between ranks
     for rank in {0, pp - 1}:
-        walked, formula = dryrun.dry_run(cfg, world, rank * (world // pp)).memory, memory.of(rank)
+        walked, formula = dryrun.dry_run(cfg, world, rank * (world // pp)).memory, memory.bytes_by_part(rank)
         for part in ("parameters", "gradients", "optimizer", "fp8 weights"):
             assert formula[part] == pytest.approx(walked[part], rel=0.01), part
         assert formula.total() == pytest.approx(sum(walked.values()), rel=0.03)
@@ -288,16 +288,18 @@ def test_memory_is_what_the_trainer_allocates(layout):
 
 def test_a_node_shares_memory():
     cfg = cli.load([*SMALL, "parallel.tp=2"])
-    far, near = (Memory(cfg, 4, gpus_per_node=n).of(0) for n in (1, 8))
+    far, near = (Memory(cfg, 4, gpus_per_node=n).bytes_by_part(0) for n in (1, 8))
     assert near["messages"] > far["messages"] == 0
     for tuned in ([], ["finetune.kind=lora"]):  # two stages, no larger than a rank's half of 4 + 2 bytes an element
         alone, beside = (
-            Memory(cli.load([*SMALL, *tuned, f"parallel.overlap_grads={overlap}"]), 2, gpus_per_node=8).of(0)
+            Memory(cli.load([*SMALL, *tuned, f"parallel.overlap_grads={overlap}"]), 2, gpus_per_node=8).bytes_by_part(0)
             for overlap in ("false", "true")
         )
         assert beside["messages"] - alone["messages"] == 2 * min(64 << 20, 6 * (beside["gradients"] // 4) // 2)
     half, whole = (
-        Memory(cli.load([*SMALL, "finetune.kind=lora", f"optimizer.grad_dtype={dtype}"]), 2, gpus_per_node=8).of(0)
+        Memory(
+            cli.load([*SMALL, "finetune.kind=lora", f"optimizer.grad_dtype={dtype}"]), 2, gpus_per_node=8
+        ).bytes_by_part(0)
         for dtype in ("bf16", "fp32")
     )
     assert (half["gradients"], half["messages"]) == (whole["gradients"] // 2, whole["messages"] * 4 // 6)
@@ -423,8 +425,8 @@ def test_what_is_put_off_takes_no_more_than_what_the_forward_left(name, fp8, tp)
         assert 0.4 * memory.saved(stage) < memory.put_off(stage) <= memory.saved(stage)
         assert light.put_off(stage) == memory.put_off(stage)
     whole = Memory(recipe(name, *keys[:-1], "train.recompute=none"), 16, gpus_per_node=8)
-    held, first = memory.of(1)["activations"], whole.of(0)["activations"]
-    assert whole.of(1)["activations"] < held <= first * 1.001
+    held, first = memory.bytes_by_part(1)["activations"], whole.bytes_by_part(0)["activations"]
+    assert whole.bytes_by_part(1)["activations"] < held <= first * 1.001
 
 
 def counted_by_hand(cfg, world) -> dict:
@@ -574,7 +576,7 @@ def test_what_pieces_leave_exposed(tp, software, ratio):
     waited for. With more ranks the same by a clock of small steps.
     """
     machine = replace(IDEAL, fabric=replace(IDEAL.fabric, felt=0, piece_felt=0), software=SOFTWARE[software])
-    work = Work(cli.load([*SMALL, f"parallel.tp={tp}"]), machine)
+    work = StageTime(cli.load([*SMALL, f"parallel.tp={tp}"]), machine)
     num_bytes = ratio * 1e9 / work.tokens  # a token
     ranks = [1] * tp if software == "megatron" else [1, *(2**i for i in range(tp.bit_length() - 1))]
     for gather in (True, False):
@@ -646,7 +648,7 @@ def test_the_host_is_waited_for_only_where_it_launches_every_step():
     )
     assert recorded.seconds["host"] == 0 and eager.seconds == by_name.seconds
     # 50 launches a block, of a second each, but for what its kernels take anyway; not those of the model's ends.
-    work = Work(cfg, machine)
+    work = StageTime(cfg, machine)
     busy = sum(total(parts) for parts in work.block(False))
     assert eager.seconds["host"] == pytest.approx(4 * cfg.model.num_layers * (50 - busy))
     fast = replace(machine, device=replace(machine.device, launch_seconds=1e-9))
@@ -656,10 +658,10 @@ def test_the_host_is_waited_for_only_where_it_launches_every_step():
 def test_megatron_moves_more_and_recomputes_attention():
     """Of each block: sums apart from norms, forward 2 h and backward 4 h; rotary positions copied once more."""
     ours, theirs = (
-        Work(cli.load([*SMALL, "train.recompute=selective"]), replace(IDEAL, software=SOFTWARE[name]))
+        StageTime(cli.load([*SMALL, "train.recompute=selective"]), replace(IDEAL, software=SOFTWARE[name]))
         for name in ("minitron", "megatron")
     )
-    plain = Work(cli.load(SMALL), IDEAL)
+    plain = StageTime(cli.load(SMALL), IDEAL)
     m, tokens = plain.model, plain.tokens
     (forward, backward), (megatrons, megatrons_back) = plain.block(False), theirs.block(False)
     q, kv = m.num_heads * m.head_dim, m.kv_heads * m.head_dim
@@ -676,7 +678,7 @@ def test_megatron_moves_more_and_recomputes_attention():
 def test_unfused_attention_writes_its_scores(software, item, passes, back, dropout):
     """Two products of whole matrices forward, four backward, and passes over every score."""
     keys = [*SMALL, "model.attention=reference", f"model.attention_dropout={dropout}"]
-    work = Work(cli.load(keys), replace(IDEAL, software=SOFTWARE[software]))
+    work = StageTime(cli.load(keys), replace(IDEAL, software=SOFTWARE[software]))
     m, s = work.model, work.cfg.train.seq_len
     product, scores = 2 * m.num_heads * s * s * m.head_dim, item * m.num_heads * s * s
     more = 2 if dropout else 0
@@ -737,7 +739,7 @@ def test_a_message_between_stages_is_one_hidden_vector_a_token():
 @pytest.mark.parametrize("cp, item", [(2, 2), (4, 4)])
 def test_the_ring_moves_keys_values_and_their_gradients(cp, item):
     """cp - 1 hops of keys and values in each pass, and cp of the sums of their gradients, float32 beyond two terms."""
-    work = Work(cli.load([*SMALL, f"parallel.cp={cp}"]), IDEAL)
+    work = StageTime(cli.load([*SMALL, f"parallel.cp={cp}"]), IDEAL)
     kv = 2 * work.model.kv_heads * work.model.head_dim * work.tokens  # elements
     forward, backward = work.block(False)
     assert forward["cp_exposed"] * 1e9 == pytest.approx((cp - 1) * 2 * kv)
@@ -983,7 +985,7 @@ def test_the_remedy_fits_and_nothing_nearer_does(memory_gib, number):
     machine = replace(H100, device=replace(H100.device, memory_gib=memory_gib + 3))
     job = plan(cli.load(arguments), 8, machine)
     assert not job.fits
-    text = remedy(job, job.cfg)
+    text = nearest_fit(job, job.cfg)
     assert f"{job.memory_gib:.1f} GiB do not fit into the {memory_gib:.1f} GiB that H100 leaves" in text
     part, size = job.memory.most_common(1)[0]
     assert f"the largest part is {part}, {size / 2**30:.1f} GiB" in text
@@ -1000,7 +1002,7 @@ def test_what_is_to_be_changed_is_written_as_the_command_line_takes_it():
     uneven = [*SMALL, "parallel.pp=2", "parallel.layers_per_stage=[7,1]"]
     machine = replace(H100, device=replace(H100.device, memory_gib=4.0))
     job = plan(cli.load(uneven), 8, machine)
-    text = remedy(job, job.cfg)
+    text = nearest_fit(job, job.cfg)
     assert not job.fits and " parallel.layers_per_stage=null" in text
     assert plan(followed(uneven, text)[0], 8, machine).fits
 
@@ -1010,12 +1012,12 @@ def test_the_remedy_takes_more_gpus_where_it_has_to(monkeypatch):
     arguments = [*SMALL, "train.global_batch_size=256"]
     machine = replace(H100, device=replace(H100.device, memory_gib=3.55))
     job = plan(cli.load(arguments), 1, machine)
-    cfg, gpus = followed(arguments, remedy(job, job.cfg))
+    cfg, gpus = followed(arguments, nearest_fit(job, job.cfg))
     assert gpus > 1 and plan(cfg, gpus, machine).fits
     assert not list(everything(job.cfg, gpus // 2, machine))
     tiny = replace(H100, device=replace(H100.device, memory_gib=3.001))
     with monkeypatch.context() as patch:
-        patch.setattr(remedy_module, "MICRO_BATCHES", (1,))
+        patch.setattr(fit_module, "MICRO_BATCHES", (1,))
         job = plan(cli.load(SMALL), 1, tiny)
-        assert "GPUs fits either: use a smaller model, or another device" in remedy(job, job.cfg)
-    assert room_gib(tiny) == pytest.approx(0.001)
+        assert "GPUs fits either: use a smaller model, or another device" in nearest_fit(job, job.cfg)
+    assert available_gib(tiny) == pytest.approx(0.001)

@@ -11,7 +11,7 @@ from minitron.config.sizes import bucket_limit
 from minitron.planner.machine import SOFTWARE
 from minitron.planner.memory import Memory
 from minitron.planner.plan import Step, plan
-from minitron.planner.work import PACKED_KEYS, SHARES, Work, total
+from minitron.planner.work import PACKED_KEYS, SHARES, StageTime, total
 from minitron.train import build
 
 FP8 = "precision.fp8=delayed"
@@ -25,7 +25,7 @@ def with_device(**values):
 
 def block(keys, machine=IDEAL, fp8=False):
     """Both passes of a block together."""
-    forward, backward = Work(cli.load([*SMALL, *keys]), machine).block(fp8)
+    forward, backward = StageTime(cli.load([*SMALL, *keys]), machine).block(fp8)
     return forward + backward
 
 
@@ -104,8 +104,8 @@ def test_a_kernel_costs_a_gap(keys, software, kernels):
     machine = replace(with_device(gap_seconds=1.0), software=SOFTWARE[software])
     cfg = cli.load([*SMALL, *keys])
     for gaps, none, share in zip(
-        Work(cfg, machine).block(FP8 in keys),
-        Work(cfg, replace(machine, device=IDEAL.device)).block(FP8 in keys),
+        StageTime(cfg, machine).block(FP8 in keys),
+        StageTime(cfg, replace(machine, device=IDEAL.device)).block(FP8 in keys),
         (0.37, 0.63),
     ):
         assert gaps["pointwise"] - none["pointwise"] == pytest.approx(kernels * share)
@@ -114,8 +114,8 @@ def test_a_kernel_costs_a_gap(keys, software, kernels):
 def test_recomputation_launches_the_forward_again():
     machine = with_device(launch_seconds=1.0)
     cfg = cli.load([*SMALL, "train.cuda_graph=off", "train.recompute=full"])
-    _, backward = Work(cfg, machine).block(False)
-    _, busy = Work(replace(cfg, train=replace(cfg.train, cuda_graph="auto")), machine).block(False)
+    _, backward = StageTime(cfg, machine).block(False)
+    _, busy = StageTime(replace(cfg, train=replace(cfg.train, cuda_graph="auto")), machine).block(False)
     assert backward["host"] == pytest.approx(50 * sum(SHARES) - total(busy))
 
 
@@ -185,7 +185,7 @@ def test_megatron_s_update_zeroes_scales_and_copies(dtype, size):
 @pytest.mark.parametrize("tp", [1, 2])
 def test_megatron_s_ends_add_a_whole_table_and_keep_the_logits(tp):
     cfg = cli.load([*SMALL, f"parallel.tp={tp}"])
-    ours, theirs = (Work(cfg, machine) for machine in (IDEAL, MEGATRON))
+    ours, theirs = (StageTime(cfg, machine) for machine in (IDEAL, MEGATRON))
     table = cfg.model.padded_vocab_size // tp * cfg.model.hidden_size
     logits = cfg.model.padded_vocab_size // tp * ours.tokens
     for end, forward, backward in (("embedding", 0, 2 * 2 + 2 * 4), ("head", 2 * logits, 0)):
@@ -260,7 +260,7 @@ def test_gradients_are_felt_as_copies_in_a_node_of_our_software_alone(software, 
 def test_memory_of_buffers_between_gpus_of_a_node():
     """An operand of each kind of product twice: rows of a rank and of all."""
     cfg = cli.load([*SMALL, *GPT3, "parallel.tp=2", "parallel.overlap_grads=false"])
-    far, near = (Memory(cfg, 2, gpus_per_node=n).of(0)["messages"] for n in (1, 8))
+    far, near = (Memory(cfg, 2, gpus_per_node=n).bytes_by_part(0)["messages"] for n in (1, 8))
     assert near - far == 2 * 2 * 1024 * (1024 + 2048)
 
 
@@ -268,6 +268,7 @@ def test_dropout_of_unfused_attention_keeps_three_more_matrices():
     """Of float32 scores: the mask, what is dropped, and its gradient."""
     keys = [*SMALL, "model.attention=reference"]
     plain, dropped = (
-        Memory(cli.load([*keys, f"model.attention_dropout={p}"]), 1, gpus_per_node=8).of(0)["working"] for p in (0, 0.1)
+        Memory(cli.load([*keys, f"model.attention_dropout={p}"]), 1, gpus_per_node=8).bytes_by_part(0)["working"]
+        for p in (0, 0.1)
     )
     assert dropped - plain == 3 * 4 * 8 * 2048**2

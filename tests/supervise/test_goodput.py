@@ -9,6 +9,7 @@ from fault_run import Run
 from kill_run import MODEL
 from minitron.config.save_interval import best_interval
 from minitron.planner.failures import predict
+from minitron.supervise import goodput
 from minitron.supervise.goodput import FIRST_STEPS, PARTS, measure, read_rows
 
 
@@ -97,6 +98,14 @@ def test_rows_of_before_have_no_account(tmp_path):
     torn = tmp_path / "metrics.jsonl"
     torn.write_text('{"kind": "run"}\n{"kind": "st\n7\n{"kind": "step", "step": 1}\n{"kin')
     assert [row.get("kind") for row in read_rows(torn)] == ["run", None, None, "step", None]
+
+
+def test_a_line_without_end_is_read_in_parts(tmp_path, monkeypatch):
+    """All of it would not fit into memory."""
+    path, row = tmp_path / "metrics.jsonl", '{"kind": "step"}'
+    monkeypatch.setattr(goodput, "ROW_CHARACTERS", 100)
+    path.write_text(f'{row}\n{{"a": "{"x" * 350}"}}\n{row}\n')
+    assert [row.get("kind") for row in read_rows(path)] == ["step", None, None, None, None, "step"]
 
 
 FOREIGN = [

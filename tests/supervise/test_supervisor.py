@@ -18,7 +18,18 @@ import pytest
 
 from fault_run import PATIENCE, PYTHONPATH
 from minitron.supervise import agent, lead, supervisor
-from minitron.supervise.lead import BROKEN, HUNG, LOST, REQUEUE, START, STUCK, TAKEN, Leader, repeated, replace
+from minitron.supervise.lead import (
+    BROKEN,
+    HUNG,
+    LOST,
+    REQUEUE,
+    START,
+    STUCK,
+    TAKEN,
+    Leader,
+    repeated,
+    write_json_atomically,
+)
 from minitron.supervise.supervisor import Supervisor, parse
 
 # A rank without torch: so many steps of 0.1 s, from the last "save" on, and what a file do-RANK asks for.
@@ -293,7 +304,9 @@ def test_of_two_rounds_with_one_number_the_later_one_counts(tmp_path):
         nodes.steps(3)
         round_ = json.loads((tmp_path / "rounds/job/round.json").read_text())
         (tmp_path / "started-0-1").unlink()
-        replace(tmp_path / "rounds/job/round.json", round_ | {"key": "another", "nodes": round_["nodes"][::-1]})
+        write_json_atomically(
+            tmp_path / "rounds/job/round.json", round_ | {"key": "another", "nodes": round_["nodes"][::-1]}
+        )
         assert nodes.end() == [0, 0] and not nodes.report(), nodes.said()
     assert (tmp_path / "started-0-1").exists() and len(list(tmp_path.glob("step-*"))) == 20
 
@@ -316,11 +329,14 @@ def test_a_node_whose_ranks_cannot_be_killed_leaves(tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor, "monotonic", lambda: now[0])
     monkeypatch.setattr(node, "agent", SimpleNamespace(listen=lambda: None, signal=signals.append, running=True))
     node.agent.ended, node.agent.said = {}, {}
-    node.beat |= {"state": "running", "round": "key"}
+    node.heartbeat |= {"state": "running", "round": "key"}
     for now[0] in range(1, 130):
-        assert node.follow(START | {"state": "stop"}) == (143 if node.beat["leaving"] else None)
+        assert node.follow(START | {"state": "stop"}) == (143 if node.heartbeat["leaving"] else None)
         node.watch()
-    assert node.beat["state"] == "ended" and node.beat["leaving"] == "has ranks that SIGKILL does not end in 120 s"
+    assert (
+        node.heartbeat["state"] == "ended"
+        and node.heartbeat["leaving"] == "has ranks that SIGKILL does not end in 120 s"
+    )
     assert set(signals) == {signal.SIGKILL}
 
 
@@ -329,16 +345,16 @@ def test_no_node_is_dead_while_the_disk_of_the_beats_is_full(tmp_path, monkeypat
     args, now = arguments(tmp_path), [0.0]
     args.node, disk = 1, {"full": True}
     node = Supervisor(args)
-    replace(node.folder / "node-0.json", beat_of(0))
+    write_json_atomically(node.folder / "node-0.json", beat_of(0))
 
     def write(*arguments):
         if disk["full"]:
             raise OSError(errno.ENOSPC, "no space left on device")
-        replace(*arguments)
+        write_json_atomically(*arguments)
 
     for module in supervisor, lead:
         monkeypatch.setattr(module, "monotonic", lambda: now[0])
-    monkeypatch.setattr(supervisor, "replace", write)
+    monkeypatch.setattr(supervisor, "write_json_atomically", write)
 
     def leads():
         now[0] += 0.5
@@ -373,7 +389,7 @@ def test_a_beat_that_is_not_whole_is_none(leader, tmp_path):
     (tmp_path / "node-0.json").write_text("")
     assert leader.alive(0) is None
     beat = beat_of(1)
-    replace(tmp_path / "node-1.json", beat)
+    write_json_atomically(tmp_path / "node-1.json", beat)
     assert leader.alive(1) == beat
     (tmp_path / "node-1.json").write_text('{"count": ')
     assert leader.alive(1) == beat  # until it is too old
@@ -446,7 +462,7 @@ def test_what_ended_a_round_is_said_once_where_the_disk_is_full(leader, tmp_path
     monkeypatch.setattr(leader, "train", lambda *_: leader.end(round_ | {"excluded": ["host1"]}, 1, "why"))
     for _ in range(3):
         with monkeypatch.context() as full_disk, pytest.raises(OSError):
-            full_disk.setattr(lead, "replace", full)
+            full_disk.setattr(lead, "write_json_atomically", full)
             leader.lead()
     assert leader.lead()["state"] == "end"
     (line,) = (tmp_path / "restarts.jsonl").read_text().splitlines()
@@ -464,6 +480,19 @@ def test_the_last_step_is_found_behind_the_rows_of_many_ranks(leader, tmp_path):
     assert leader.step() is None
 
 
+def test_the_last_step_is_looked_for_in_a_regular_file_alone(leader, tmp_path):
+    """To open a pipe waits for a writer."""
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    assert leader.step() is None
+
+
+def test_what_a_rank_says_moves_no_cursor(leader, capsys):
+    beats = [beat_of(0, ended={"0": 1}, said={"0": "\x1b[2J\r"}), beat_of(1)]
+    leader.report(stopped(*beats), leader.cause(stopped(*beats), beats)[2])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.isprintable() and "x1b[2J" in line
+
+
 def wrong_forms(value: dict) -> list[str]:
     """Texts of an object in which one field is missing, or has another type."""
     kinds = 7, "a", [7], [[]], {"a": [7]}, None
@@ -478,7 +507,7 @@ def test_garbage_in_beats_is_skipped_and_counted(leader, tmp_path, capsys):
     beat = beat_of(1, ended={"0": 1})
     wrong = [text for text in wrong_forms({k: v for k, v in beat.items() if k != "count"})]
     texts = [*GARBAGE, *wrong, json.dumps(beat | {"ended": {"0": "a"}}), json.dumps(beat | {"said": {"0": []}})]
-    replace(tmp_path / "node-1.json", beat)
+    write_json_atomically(tmp_path / "node-1.json", beat)
     assert leader.alive(1) == beat
     for text in texts:
         (tmp_path / "node-1.json").write_text(text)
@@ -500,7 +529,7 @@ def test_garbage_in_the_round_is_skipped_and_counted(leader, tmp_path, capsys):
     texts += [json.dumps(round_ | {"failures": [[]]}), json.dumps(round_ | {"state": "another"})]
     (tmp_path / "round.json").write_text(texts[0])
     assert leader.round() == START
-    replace(tmp_path / "round.json", round_)
+    write_json_atomically(tmp_path / "round.json", round_)
     assert leader.round() == round_
     for text in texts[1:]:
         (tmp_path / "round.json").write_text(text)
@@ -583,7 +612,7 @@ def test_a_signal_while_nodes_gather_ends_the_run(tmp_path, number):
         nodes.until((tmp_path / "rounds/job/node-0.json").exists)
         nodes.processes[0].send_signal(number)
         assert nodes.processes[0].wait(10) == REQUEUE, nodes.said()
-    assert nodes.causes() == ["host0 was told to stop"]
+    assert nodes.causes() == ["host0 got a signal to stop"]
 
 
 # A rank that waits for SIGTERM.
@@ -599,14 +628,14 @@ SLOW = """
 import time
 from pathlib import Path
 from minitron.supervise import supervisor
-replace = supervisor.replace
+write = supervisor.write_json_atomically
 def slow(*args):
     if Path("slow").exists() and not Path("stalled").exists():
         Path("stalled").touch()
         time.sleep(3)
         Path("over").touch()
-    replace(*args)
-supervisor.replace = slow
+    write(*args)
+supervisor.write_json_atomically = slow
 supervisor.main()
 """
 

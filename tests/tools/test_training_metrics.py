@@ -5,19 +5,19 @@ import re
 import subprocess
 import sys
 from datetime import datetime
-from pathlib import Path
 
 import pytest
 
 from minitron.config import flops
 from minitron.config.schema import ModelConfig
+from minitron.planner.published import PUBLISHED
 from minitron.runtime import log_formats
 from tools import training_metrics as tool
 
 # ---- the published tables: every cell is what the tool's functions make of the step time --------------------------
 
-# benchmarks/published.json; in a cell * marks an error of the document, which the tool's --help names.
-DATA = json.loads((Path(__file__).parents[2] / "benchmarks" / "published.json").read_text())
+# planner/published.json; in a cell * marks an error of the document, which the tool's --help names.
+DATA = json.loads(PUBLISHED.read_text())
 PUBLISHED = {table["name"]: table for table in DATA["tables"]}
 BY_NAME = {entry["name"]: entry for entry in DATA["reports"] + DATA["single"]}
 

@@ -1,6 +1,6 @@
 """A dry run: one step of any rank of any job, on a laptop, with the code that the job itself will run.
 
-Problem: one waits in a queue to learn whether a layout fits, and whether this code works at 2,048 ranks. The idea:
+Problem: without it a user learns only after the queue whether a layout fits and works at 2,048 ranks. The idea:
 
   1. torch's meta device has tensors with shapes and without memory, and its `fake` process group is a world of any size
      in which every collective succeeds at once. So a rank of the job builds its part of the model and runs its schedule
@@ -99,7 +99,7 @@ class Recorder(Activity):
 
 
 def dry_run(cfg: Config, world: int, rank: int = 0, begun: Callable[[object], None] = lambda action: None) -> Report:
-    """Run one step of `rank` in a default process group of its own. Raises whatever the run would raise.
+    """Run one step of `rank` in a default process group of its own. Raises what the run would raise.
 
     begun(action): called when an action begins.
     """
@@ -126,16 +126,16 @@ def walk_step(cfg: Config, mesh: Mesh, begun: Callable[[object], None] = lambda 
     """Build this rank and run a step, watched, on the mesh's device; what repeats itself is not run again."""
     start, p = time.perf_counter(), cfg.parallel
     count = cfg.num_microbatches(mesh.dp.size)
-    few = repeats.enough(p.pp, p.vp, count)
+    few = repeats.microbatches_to_walk(p.pp, p.vp, count)
     walked, whole = (make(mesh.pp.size, p.vp, n, p.schedule) for n in (few, count))
     report = _walk(cfg, mesh, walked, begun)
     if few < count:
-        report = _unfolded(report, walked, whole, mesh.pp.rank) or _walk(cfg, mesh, whole, begun)
+        report = _expanded(report, walked, whole, mesh.pp.rank) or _walk(cfg, mesh, whole, begun)
     return replace(report, seconds=time.perf_counter() - start)
 
 
 def _walk(cfg: Config, mesh: Mesh, schedule: Schedule, begun: Callable[[object], None]) -> Report:
-    """Run a step of the microbatches of `schedule`, watched; the batches of the others are there, as in the run."""
+    """Run a step of the microbatches of `schedule`, watched; the batches of the others are allocated, as in the run."""
     walk = MemoryWalk()
 
     def begin(action: object) -> None:
@@ -156,8 +156,8 @@ def _walk(cfg: Config, mesh: Mesh, schedule: Schedule, begun: Callable[[object],
     )
 
 
-def _unfolded(report: Report, few: Schedule, every: Schedule, rank: int) -> Report | None:
-    """Return the report of every microbatch from that of a few; None if it cannot be told."""
+def _expanded(report: Report, few: Schedule, every: Schedule, rank: int) -> Report | None:
+    """Return the report of every microbatch from that of a few; None if the walk does not repeat itself."""
     walked, whole = few.ranks[rank], every.ranks[rank]
     first = [action for action, _ in report.timeline].index(walked[0])
     before, step, after = (
@@ -168,7 +168,7 @@ def _unfolded(report: Report, few: Schedule, every: Schedule, rank: int) -> Repo
         posted.setdefault(record.action, []).append(record)
     mine = [posted.pop(action, []) for action in walked]
     did = [(size, [r._replace(action=None) for r in records]) for (_, size), records in zip(step, mine)]
-    order = repeats.unfolded(walked, whole, repeats.periods(few, every), lambda i, j: did[i] == did[j])
+    order = repeats.expand(walked, whole, repeats.periods(few, every), lambda i, j: did[i] == did[j])
     if order is None:
         return None
     records = [r._replace(action=action) for action, i in zip(whole, order) for r in mine[i]]
@@ -266,7 +266,7 @@ def split(argv: list[str]) -> tuple[argparse.Namespace | None, list[str]]:
 
 
 def command(cfg: Config, options: argparse.Namespace) -> None:
-    """Print the reports that the options of `split` ask for. Raises ValueError."""
+    """Print the reports that the options of `split` select. Raises ValueError."""
     world, pp = options.world, cfg.parallel.pp
     rules.check(cfg, world)
     fullest, _ = Memory(cfg, world, gpus_per_node=1).peak()
@@ -281,17 +281,17 @@ def command(cfg: Config, options: argparse.Namespace) -> None:
 
 
 class Progress:
-    """A line on a terminal that says where a rank's dry run is, and goes when its step ends."""
+    """Shows the progress of a rank's dry run in a line on a terminal, and clears it at the end of the step."""
 
     def __init__(self, what: str):
-        self.what, self.count, self.told = what, 0, 0.0
+        self.what, self.count, self.printed = what, 0, 0.0
         self.shown = sys.stderr.isatty()
 
     def __call__(self, action: object) -> None:
         self.count += 1
         ends, now = action == "update", time.monotonic()
-        if self.shown and (ends or now - self.told > 0.2):
-            self.told = now
+        if self.shown and (ends or now - self.printed > 0.2):
+            self.printed = now
             text = "" if ends else f"{self.what}: action {self.count}, {type(action).__name__}"
             print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 

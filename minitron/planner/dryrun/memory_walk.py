@@ -1,9 +1,9 @@
-"""What a run allocates, followed from birth to death: the memory of a step on any device, without a device.
+"""Follows the allocations of a run from birth to death: the memory of a step on any device, without a device.
 
-Problem: a formula for the memory of a layout forgets what its author forgot. The idea: run the real code and look at
-every operation. A storage is born when an operation first returns it and dead when its last reference goes, which a
-weak reference tells; on the meta device it has a size and costs nothing. So the log has whatever autograd saved,
-what the schedule holds for other ranks, and how long a temporary really lived:
+Problem: a formula for the memory of a layout can forget a tensor. The idea: run the real code and observe every
+operation. A storage is born when an operation first returns it. It is dead when its last reference is dropped, which a
+weak reference reports. On the meta device it has a size and costs nothing. So the log has what autograd saved, what the
+schedule holds for other ranks, and the life of each temporary:
 
     operation           log                    total
     y = x @ w           +y                     y

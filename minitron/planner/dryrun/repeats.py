@@ -1,15 +1,15 @@
-"""Walk the microbatches that repeat once: a step of 1,024 is known from its first and last ones.
+"""Walk microbatches that repeat once: a step of 1,024 follows from its first and last ones.
 
-Problem: a dry run takes 50 ms a microbatch, and most of them do what the one before did. The idea: the schedule of
-fewer microbatches begins and ends as that of all, and repeats a period in between. Walk that one, and say for each
-action of the whole schedule which one that was walked does the same for another microbatch:
+Problem: most microbatches of a dry run do what the one before did. The idea: the schedule of fewer microbatches begins
+and ends as that of all, and repeats a period in between. Walk the short one, and map each action of the whole schedule
+to a walked one that does the same for another microbatch:
 
     walked, 5 of 8      F F B F B | F B | F B | B B
     whole               F F B F B | F B | F B | F B | F B | F B | B B
                         as walked         as the last period    as walked
 
-It is no assumption: the orders are compared action by action, and two periods that were walked must have reached the
-same bytes and communicated the same. If any of this is not so, all microbatches are walked.
+This is checked: the orders are compared action by action, and two walked periods must have reached the same bytes and
+communicated the same. If not, all microbatches are walked.
 
 Left out: interleaved schedules whose microbatches are no multiple of pp, whose groups differ in length.
 """
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from minitron.pipeline.schedule import Action, Exchange, Schedule
 
 
-def enough(pp: int, vp: int, num_microbatches: int) -> int:
+def microbatches_to_walk(pp: int, vp: int, num_microbatches: int) -> int:
     """Return how many microbatches a walk needs to have seen two periods; all of them if that is no less."""
     if vp == 1:
         return min(num_microbatches, 2 * pp + 6)
@@ -33,7 +33,7 @@ def periods(few: Schedule, whole: Schedule) -> int:
     return (whole.num_microbatches - few.num_microbatches) // (few.pp if few.vp > 1 else 1)
 
 
-def unfolded(
+def expand(
     walked: Sequence[Action], whole: Sequence[Action], more_periods: int, same: Callable[[int, int], bool]
 ) -> list[int] | None:
     """Return for each action of `whole`, which has so many periods more, the index of its like in `walked`.

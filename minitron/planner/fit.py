@@ -1,0 +1,153 @@
+"""What makes a job fit: keys that save memory, and the nearest layout that fits.
+
+`memory_options` keeps the layout, and with it the number of GPUs. It tries each key alone, then several together, each
+added to those before. A job that fits only without its CUDA graphs stays eager; the keys then make room for the graphs.
+
+`nearest_fit` sorts all layouts with plain stages by how many keys they change. It takes those with the fewest changes
+that keep the rules and fit, and of them the fastest. If none fits, it doubles the GPUs. `search.py` finds the best
+layout of all; here the nearest one counts, since the user has chosen a layout.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from minitron.config import rules
+from minitron.config.schema import Config, changed
+from minitron.planner.machine import Machine
+from minitron.planner.memory import Memory
+from minitron.planner.plan import Plan, Step, available_gib, no_room_for_graphs, plan
+from minitron.planner.search import MICRO_BATCHES, RECOMPUTE
+
+# In the order in which they are added: what changes no result first, then what changes rounding, last what costs most.
+KEYS: tuple[tuple[str, Any], ...] = (
+    ("parallel.sequence_parallel", True),
+    ("train.recompute", "selective"),
+    ("train.micro_batch_size", 1),
+    ("parallel.overlap_grads", False),
+    ("optimizer.grad_dtype", "bf16"),
+    ("precision.fp8_params", True),
+    ("train.recompute", "full"),
+)
+
+
+# ---- keys that save memory -------------------------------------------------------------------------------------------
+
+
+def memory_options(job: Plan) -> list[tuple[list[str], Plan]]:
+    """Return (keys, plan) of each key alone that saves memory, fastest first; then of more and more, until they fit."""
+    found = [(written({key: value}), option) for key, value in KEYS if (option := _smaller(job, key, value))]
+    alone = sorted(found, key=lambda pair: pair[1].step_seconds)
+    if any(_reached(job, option) for _, option in alone):
+        return alone
+    together, values = job, {}
+    for key, value in KEYS:
+        if more := _smaller(together, key, value):
+            values.pop(key, None)  # the new value stands at the end
+            together, values[key] = more, value
+            if _reached(job, together):
+                break
+    return [*alone, (written(values), together)] if len(values) > 1 else alone
+
+
+def _reached(job: Plan, option: Plan) -> bool:
+    """Return whether the option fits or, if the job fits without its CUDA graphs, has room for them."""
+    return option.fits and not (job.fits and option.stays_eager)
+
+
+def _smaller(job: Plan, key: str, value: Any) -> Plan | None:
+    """Plan the job with another value of a key; None if that breaks a rule or saves no memory."""
+    section, name = key.split(".")
+    cfg = changed(job.cfg, **{section: {name: value}})
+    if cfg == job.cfg:
+        return None
+    try:
+        rules.check(cfg, job.world)
+    except ValueError:
+        return None
+    option = plan(cfg, job.world, job.machine)
+    return option if option.memory_gib < job.memory_gib else None
+
+
+# ---- the nearest layout ----------------------------------------------------------------------------------------------
+
+
+def nearest_fit(job: Plan, given: Config) -> str:
+    """Describe in one line what does not fit in a plan, and the nearest change of `given` that would."""
+    machine, available = job.machine, available_gib(job.machine)
+    part, size = max(job.memory.items(), key=lambda pair: pair[1])
+    problem = (
+        f"{job.memory_gib:.1f} GiB do not fit into the {available:.1f} GiB that {machine.device.gpu} leaves on "
+        f"pipeline rank {job.fullest}; the largest part is {part}, {size / 2**30:.1f} GiB"
+    )
+    for world in (job.world << i for i in range(8)):
+        if nearest := _nearest(job.cfg, world, machine):
+            more = [f"{world} GPUs"] if world > job.world else []
+            return f"{problem}; use {' '.join(more + written(changes(given, nearest)))}"
+    return f"{problem}; no layout of {world} GPUs fits either: use a smaller model, or another device"
+
+
+def _nearest(cfg: Config, world: int, machine: Machine) -> Config | None:
+    """Return the layout that fits after the fewest changes, the fastest of several; None if none fits."""
+    every = (
+        changed(layout, train=dict(recompute=recompute))
+        for layout in plain_layouts(cfg, world, machine)
+        for recompute in RECOMPUTE
+    )
+    distance, fitting, available = None, [], available_gib(machine) * 2**30
+    for layout in sorted(every, key=lambda layout: len(changes(cfg, layout))):
+        if fitting and len(changes(cfg, layout)) > distance:
+            break
+        try:
+            rules.check(layout, world)
+        except ValueError:
+            continue
+        memory = Memory(layout, world, gpus_per_node=machine.fabric.gpus_per_node)
+        if sum(memory.lasting()) <= available and memory.peak()[1].total() <= available:
+            eager = no_room_for_graphs(memory, machine)
+            timed = changed(layout, train=dict(cuda_graph="off")) if eager else layout
+            fitting.append((Step(timed, world, machine).at_least(), len(fitting), layout))
+            distance = len(changes(cfg, layout))
+    return min(fitting)[2] if fitting else None
+
+
+def plain_layouts(cfg: Config, world: int, machine: Machine) -> Iterator[Config]:
+    """List layouts with plain stages, the configuration's own first; most break a rule or do not fit."""
+    m, given = cfg.model, cfg.parallel
+    yield cfg
+    for tp in _powers(2 * machine.fabric.gpus_per_node):
+        for cp in _powers(16):
+            for pp in (n for n in range(1, m.num_layers + 1) if world % (n * tp * cp) == 0):
+                even = [vp for vp in range(1, m.num_layers // pp + 1) if m.num_layers % (pp * vp) == 0 or vp == 1]
+                for vp in even if pp > 1 else (1,):
+                    kind = given.schedule if pp > 1 and vp == 1 else "1f1b"
+                    parallel = dict(tp=tp, cp=cp, pp=pp, vp=vp, schedule=kind, layers_per_stage=None)
+                    for size in MICRO_BATCHES:
+                        layout = changed(cfg, parallel=parallel, train=dict(micro_batch_size=size))
+                        if layout != cfg:
+                            yield layout
+
+
+def _powers(limit: int) -> list[int]:
+    return [2**i for i in range(limit.bit_length())]
+
+
+def changes(before: Config, after: Config) -> dict[str, object]:
+    """Return the keys, `section.key`, in which a layout differs."""
+    return {
+        f"{section}.{key}": new
+        for section, keys in (
+            ("parallel", ("tp", "pp", "vp", "cp", "cp_style", "sequence_parallel", "schedule", "layers_per_stage")),
+            ("train", ("micro_batch_size", "recompute")),
+        )
+        for key in keys
+        if (new := getattr(getattr(after, section), key)) != getattr(getattr(before, section), key)
+    }
+
+
+def written(values: dict[str, object]) -> list[str]:
+    """Write keys as the command line takes them."""
+    texts = (x if isinstance(x, str) else json.dumps(x, separators=(",", ":")) for x in values.values())
+    return [f"{key}={text}" for key, text in zip(values, texts)]
