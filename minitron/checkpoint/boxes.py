@@ -69,6 +69,13 @@ def boxes_of_range(shape: tuple[int, ...], first: int, last: int) -> list[Box]:
     return boxes
 
 
+def row_blocks(shape: tuple[int, ...], most: int) -> Iterator[Box]:
+    """Cut a tensor of this shape into boxes of whole rows, with at most `most` elements each, or of one row."""
+    rows = max(1, most // prod(shape[1:]))
+    for row in range(0, shape[0], rows):
+        yield Box((row, *(0 for _ in shape[1:])), (min(rows, shape[0] - row), *shape[1:]))
+
+
 def to_global(local: Box, shard: Shard | None) -> Iterator[tuple[Box, tuple[int, ...]]]:
     """Cut a box of a rank's slice where the slice's chunks end: yield (each part, its start in the whole parameter)."""
     if shard is None:

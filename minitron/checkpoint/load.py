@@ -370,13 +370,16 @@ def _check_tensors(start: Start, state: State) -> None:
     mesh.agreement.decide(shapes, compare, errors=(CheckpointError,))
 
 
-def check_tensors(reader: Weights, ours: Mapping[str, list[int]]) -> None:
-    """Raise CheckpointError unless the weights there are these tensors, of these whole shapes, and no others."""
+def check_tensors(
+    reader: Weights,
+    ours: Mapping[str, list[int]],
+    fix: str = "start it with the class that made it, and its keys of `model`",
+) -> None:
+    """Raise CheckpointError, with this fix, unless `reader` has exactly these tensors, of these whole shapes."""
     there = {name: list(reader.shape(name)) for name in reader.names() if best_kind(reader, name)}
     if differ := sorted(name for name in there | ours if there.get(name) != ours.get(name)):
         shapes = [f"{name} has shape {there.get(name)} there and {ours.get(name)} here" for name in differ[:SHOWN]]
         more = f" and {len(differ) - SHOWN} more" * (len(differ) > SHOWN)
-        fix = "start it with the class that made it, and its keys of `model`"
         raise CheckpointError(f"{reader.index} is of another model: {', '.join(shapes)}{more}; {fix}")
 
 

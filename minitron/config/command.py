@@ -93,6 +93,13 @@ def limited_memory(more: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
+def new_path(text: str) -> str:
+    """Convert the argument that names what a command makes. Raises ArgumentTypeError if it exists."""
+    if os.path.lexists(text):
+        raise argparse.ArgumentTypeError(f"{text} exists already; delete it or name a new folder")
+    return text
+
+
 @contextlib.contextmanager
 def new_folder(target: str) -> Iterator[Path]:
     """A temporary folder beside `target` that takes its name at the end, or vanishes."""

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from layouts import GPT3, LLAMA, config, dataset_of, lowered, mesh_of
 from minitron import pretrain
+from minitron.checkpoint.boxes import Piece
 from minitron.checkpoint.directory import ERRORS, TakenOver, begin, claim
 from minitron.checkpoint.format import CheckpointError, write_shard
 from minitron.checkpoint.load import Start, agree, find, restore
@@ -31,7 +32,7 @@ from minitron.config import rules
 from minitron.config.schema import Config, RopeScaling
 from minitron.data.indexed import IndexedWriter
 from minitron.data.loader import Loader
-from minitron.interop.convert_hf import Writer
+from minitron.interop.import_weights import write_checkpoint
 from minitron.pretrain import build_data, open_weights
 from minitron.runtime.log import Log
 from minitron.train import Trainer, build
@@ -268,9 +269,11 @@ def test_weights_start_a_run_of_their_own(ranks, tmp_path):
     cfg = config(LLAMA, LONG)
     ranks(2, leg, saving(dataclasses.replace(cfg, parallel=dataclasses.replace(cfg.parallel, tp=2)), tmp_path / "a"), 3)
     masters = {name: tensor for (name, kind), tensor in list(contents(tmp_path / "a").items())[2:] if kind == "master"}
-    with Writer(tmp_path / "b", 0, dataclasses.asdict(cfg)) as writer:
-        for name, tensor in masters.items():
-            writer.add(name, "param", tensor.shape, [0] * tensor.dim(), tensor.bfloat16())
+    weights = [
+        Piece(name, "param", tuple(tensor.shape), (0,) * tensor.dim(), tensor.bfloat16())
+        for name, tensor in masters.items()
+    ]
+    write_checkpoint(tmp_path / "b", dataclasses.asdict(cfg), weights)
     for folder, dtype in ("a", torch.float32), ("b", torch.bfloat16):
         loading = dataclasses.replace(cfg, checkpoint=dataclasses.replace(cfg.checkpoint, load=str(tmp_path / folder)))
         trainer, start = start_trainer(loading)

@@ -22,7 +22,7 @@ from minitron.checkpoint.directory import TakenOver, begin, claim, commit, make_
 from minitron.checkpoint.format import CheckpointError, describe, index_bytes, index_tensors, write_shard
 from minitron.checkpoint.reader import Reader
 from minitron.config.cli import user_errors
-from minitron.interop import convert_hf
+from minitron.interop import import_weights
 from minitron.supervise.lead import TAKEN
 from test_checkpoint_format import write
 
@@ -122,7 +122,7 @@ def test_names_appear_by_renaming_what_the_disk_has(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", synced)
     for name in "rename", "replace":
         monkeypatch.setattr(os, name, recorded(getattr(os, name)))
-    monkeypatch.setattr(convert_hf, "SHARD_BYTES", 200)
+    monkeypatch.setattr(import_weights, "FILE_BYTES", 200)
     write(tmp_path)
     step, latest = (tmp_path / "step_00000003", tmp_path / "latest")
     shown = [(i, *event[1:]) for i, event in enumerate(events) if event[0] == "rename" and event[2] in (step, latest)]
