@@ -15,7 +15,6 @@ Left out: chat templates, and special tokens but the end of a document.
 
 import argparse
 import io
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ import sentencepiece
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
 from minitron.config.command import Parser, new_folder, new_path, run
+from minitron.config.files import write_json
 from minitron.config.installed import pip_install
 from minitron.config.text import printable
 from minitron.data.corpus import PIECES, UNCHANGED
@@ -96,7 +96,7 @@ def train_bpe(folder: Path, texts: list[str], vocab_size: int) -> str:
     tokenizer.add_special_tokens([AddedToken(END, special=True)])  # the last id, as GPT-2's
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "clean_up_tokenization_spaces": False}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    write_json(folder / "tokenizer_config.json", settings)
     return "hf:{}"
 
 

@@ -14,10 +14,10 @@ Left out: failures of half a job, spare nodes that are missing, evaluations, and
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from minitron.config.save_interval import best_interval
-from minitron.config.schema import Config
+from minitron.config.schema import Config, changed
 from minitron.planner.memory import Memory
 
 STATE_BYTES = 12  # of a trained parameter: master and two moments, float32
@@ -75,8 +75,8 @@ def failures(
 
 def state_bytes(cfg: Config) -> int:
     """Count the bytes of a checkpoint, of all ranks together."""
-    alone = replace(cfg.parallel, tp=1, pp=1, vp=1, cp=1, layers_per_stage=None)
-    memory = Memory(replace(cfg, parallel=alone), cfg.train.global_batch_size, gpus_per_node=1)
+    alone = changed(cfg, parallel=dict(tp=1, pp=1, vp=1, cp=1, layers_per_stage=None))
+    memory = Memory(alone, cfg.train.global_batch_size, gpus_per_node=1)
     return STATE_BYTES * memory.trained(0)
 
 

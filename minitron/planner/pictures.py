@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from minitron.config import rules
+from minitron.config.schema import changed
 from minitron.pipeline.schedule import Backward, BackwardInput, BackwardWeight, Forward
 from minitron.planner import cost, style
 from minitron.planner.draw import draw_svg
@@ -116,7 +117,7 @@ def scaling(job: Plan, *, in_proportion: bool) -> list[Plan]:
     plans, world = [], job.world
     while world <= max(MOST_GPUS, job.world):
         batch = job.cfg.train.global_batch_size * (world // job.world if in_proportion else 1)
-        cfg = replace(job.cfg, train=replace(job.cfg.train, global_batch_size=batch))
+        cfg = changed(job.cfg, train=dict(global_batch_size=batch))
         try:
             rules.check(cfg, world)
         except ValueError:  # the batch has no sample for every rank

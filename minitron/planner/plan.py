@@ -15,11 +15,11 @@ GPT-3 175B on 128 GPUs: 64 microbatches through 96 stages, of which a rank of 8 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from minitron.config import flops
-from minitron.config.schema import Config
+from minitron.config.schema import Config, changed
 from minitron.config.sizes import ITEM, bucket_limit
 from minitron.pipeline.schedule import Forward, Kind, Schedule, make
 from minitron.planner.check import check
@@ -110,7 +110,7 @@ def no_room_for_graphs(memory: Memory, machine: Machine) -> bool:
 
 def made_eager(cfg: Config) -> Config:
     """Return the configuration with train.cuda_graph=off."""
-    return replace(cfg, train=replace(cfg.train, cuda_graph="off"))
+    return changed(cfg, train=dict(cuda_graph="off"))
 
 
 @lru_cache(32)

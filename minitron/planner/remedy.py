@@ -8,10 +8,9 @@ of all; here the nearest one counts, since the user has written a layout.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from minitron.config import rules
-from minitron.config.schema import Config
+from minitron.config.schema import Config, changed
 from minitron.planner.machine import Machine
 from minitron.planner.memory import Memory
 from minitron.planner.plan import Plan, Step, made_eager, no_room_for_graphs, room_gib
@@ -36,7 +35,7 @@ def remedy(job: Plan, given: Config) -> str:
 def _nearest(cfg: Config, world: int, machine: Machine) -> Config | None:
     """Return the layout that fits after the fewest changes, the fastest of several; None if none fits."""
     every = (
-        replace(layout, train=replace(layout.train, recompute=recompute))
+        changed(layout, train=dict(recompute=recompute))
         for layout in plain_layouts(cfg, world, machine)
         for recompute in RECOMPUTE
     )
@@ -67,8 +66,8 @@ def plain_layouts(cfg: Config, world: int, machine: Machine) -> Iterator[Config]
                 for vp in even if pp > 1 else (1,):
                     kind = given.schedule if pp > 1 and vp == 1 else "1f1b"
                     for size in MICRO_BATCHES:
-                        parallel = replace(given, tp=tp, cp=cp, pp=pp, vp=vp, schedule=kind, layers_per_stage=None)
-                        layout = replace(cfg, parallel=parallel, train=replace(cfg.train, micro_batch_size=size))
+                        parallel = dict(tp=tp, cp=cp, pp=pp, vp=vp, schedule=kind, layers_per_stage=None)
+                        layout = changed(cfg, parallel=parallel, train=dict(micro_batch_size=size))
                         if layout != cfg:
                             yield layout
 

@@ -31,7 +31,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from minitron.config import rules
-from minitron.config.schema import Config
+from minitron.config.schema import Config, changed
 from minitron.config.sizes import fp8_layers, stage_layers
 from minitron.planner.machine import Machine
 from minitron.planner.memory import Memory
@@ -110,7 +110,7 @@ class Family:
         self.costs = lru_cache(None)(self._costs)
 
     def _costs(self, recompute: str) -> Costs:
-        work = Work(replace(self.cfg, train=replace(self.cfg.train, recompute=recompute)), self.machine)
+        work = Work(changed(self.cfg, train=dict(recompute=recompute)), self.machine)
         m, apart = self.cfg.model, {False, work.split}
         in_fp8 = fp8_layers(self.cfg.precision, m.num_layers)
         kinds = {layer in in_fp8 for layer in range(m.num_layers)}
@@ -163,8 +163,7 @@ class Family:
             if self.world % (ranks * pp) == 0:
                 for vp in (1,) if split or pp == 1 else _interleaved(m.num_layers, pp):
                     for counts in divisions(m.num_layers, pp, vp, *ends):
-                        parallel = replace(given, pp=pp, vp=vp, layers_per_stage=counts)
-                        yield replace(self.cfg, parallel=parallel)
+                        yield changed(self.cfg, parallel=dict(pp=pp, vp=vp, layers_per_stage=counts))
 
 
 @lru_cache(8192)
@@ -242,7 +241,7 @@ def families(cfg: Config, world: int, machine: Machine) -> Iterator[Config]:
 
 def layouts(cfg: Config, world: int, machine: Machine) -> Iterator[Config]:
     """List all layouts that a search may look at, the given one first, as if none had to recompute anything."""
-    given = replace(cfg, train=replace(cfg.train, recompute="none"))
+    given = changed(cfg, train=dict(recompute="none"))
     yield given
     for family in families(cfg, world, machine):
         yield from (member for member in Family(family, world, machine).pipelines() if member != listed(given))
@@ -252,7 +251,7 @@ def listed(cfg: Config) -> Config:
     """The configuration as `Family.pipelines` lists it: None for stages that are the default's."""
     p = cfg.parallel
     default = tuple(map(len, stage_layers(cfg.model.num_layers, p.pp, p.vp)))
-    return replace(cfg, parallel=replace(p, layers_per_stage=None)) if p.layers_per_stage == default else cfg
+    return changed(cfg, parallel=dict(layers_per_stage=None)) if p.layers_per_stage == default else cfg
 
 
 def _divisors(number: int, most: int) -> list[int]:
@@ -261,7 +260,7 @@ def _divisors(number: int, most: int) -> list[int]:
 
 def _whole(cfg: Config) -> Config:
     """Return the layout without its recomputation."""
-    return replace(cfg, train=replace(cfg.train, recompute="none"))
+    return changed(cfg, train=dict(recompute="none"))
 
 
 class Quick(Step):
@@ -286,7 +285,7 @@ class _Search:
     """The state of a search: what is to be looked at, lowest bound first, and what was found."""
 
     def __init__(self, cfg: Config, world: int, machine: Machine, count: int, smaller: bool):
-        self.cfg = replace(cfg, train=replace(cfg.train, recompute="none"))
+        self.cfg = changed(cfg, train=dict(recompute="none"))
         self.given = listed(self.cfg)
         self.world, self.machine, self.count, self.smaller = world, machine, count, smaller
         self.heap: list[Candidate] = []
@@ -369,7 +368,7 @@ class _Search:
             if member == self.given:  # looked at already
                 continue
             if p.pp not in broken:
-                broken[p.pp] = self.broken(replace(member, parallel=replace(p, vp=1, layers_per_stage=None)))
+                broken[p.pp] = self.broken(changed(member, parallel=dict(vp=1, layers_per_stage=None)))
                 key = p.pp, p.tp, p.cp, p.sequence_parallel, p.schedule, member.train.micro_batch_size
                 if not broken[p.pp]:
                     alike = key, family.at_least()
