@@ -8,8 +8,8 @@
 Import writes a weights-only checkpoint in the number format of the source, and beside it model.yaml, the model section
 of a configuration that trains it.  Export reads any checkpoint, in whatever layout it was saved, and writes config.json
 and safetensors that transformers' from_pretrained loads; a LoRA checkpoint's adapters are merged into the weights that
-they were trained beside, or with --adapter written alone, as PEFT's PeftModel.from_pretrained loads them.  All write
-under a temporary name first: an error or Ctrl-C leaves nothing.
+they were trained beside. With --adapter they are written alone, as PEFT's PeftModel.from_pretrained loads them.  All
+write under a temporary name first: an error or Ctrl-C leaves nothing.
 
 Tokenizers go along: an import keeps the source's files, an export writes those, or the run's own (hf_tokenizer.py).
 
@@ -17,7 +17,6 @@ Left out: the source's dropout, a choice of each run; an import says what it was
 """
 
 import argparse
-import json
 import math
 from collections.abc import Iterator
 from functools import partial
@@ -32,12 +31,13 @@ from minitron.checkpoint.boxes import row_blocks
 from minitron.checkpoint.format import header
 from minitron.checkpoint.load import check_tensors
 from minitron.config.command import Parser, new_folder, new_path
+from minitron.config.files import write_json
 from minitron.config.schema import ModelConfig
 from minitron.config.text import printable
 from minitron.interop import hf, hf_tokenizer
 from minitron.interop import hf_write as hf_export
 from minitron.interop.import_weights import BLOCK_VALUES, import_weights
-from minitron.interop.weights import Merged, best_kind, config_of, open_weights
+from minitron.interop.weights import MergedAdapter, best_kind, config_of, open_weights
 from minitron.kernels.gemm import DTYPES
 
 
@@ -104,7 +104,7 @@ def export_folder(
         write_model(folder, cfg.model, DTYPES[dtype], hf_export.export(cfg.model, read), max_bytes)
         ids, words = hf_tokenizer.write_tokenizer(folder, reader, cfg.model.vocab_size, tokenizer)
         settings |= {key: value for key, value in ids.items() if key.endswith("_token_id")}
-        (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+        write_json(folder / "config.json", settings)
     print(
         f"iteration {reader.iteration} in {dtype}, {printable(words)}; to load it:\n"
         f"transformers.AutoModelForCausalLM.from_pretrained({target!r})"
@@ -114,7 +114,7 @@ def export_folder(
 def export_adapter(source: str, target: str, dtype: str | None, base: str | None) -> None:
     """adapter_config.json and adapter_model.safetensors in `target`.  Raises ValueError for what is no adapter."""
     reader = open_weights(source, base=base)
-    if not isinstance(reader, Merged):
+    if not isinstance(reader, MergedAdapter):
         raise ValueError(f"{source} holds no adapter; leave --adapter out, or name a checkpoint of finetune.kind=lora")
     reader.adapter.verify()
     (settings, tensors), dtype = hf_export.peft(reader), dtype or reader.cfg.precision.dtype
@@ -122,7 +122,7 @@ def export_adapter(source: str, target: str, dtype: str | None, base: str | None
         tensors = {name: tensor.to(DTYPES[dtype]).clone() for name, tensor in tensors}
         whole = save(tensors, metadata={"format": "pt"})  # save_file would let nobody else read it
         (folder / "adapter_model.safetensors").write_bytes(whole)
-        (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+        write_json(folder / "adapter_config.json", settings)
     print(
         f"{len(tensors) // 2} adapters of iteration {reader.iteration} in {dtype}; to load them:\n"
         f"peft.PeftModel.from_pretrained(model, {target!r})"
@@ -148,7 +148,7 @@ def write_model(
     else:
         places = {part.name: file for file, shard in zip(files, shards, strict=True) for part in shard}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        write_json(folder / "model.safetensors.index.json", index)
     with tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, desc="exporting") as bar:
         for file, shard in zip(files, shards, strict=True):
             with open(folder / file, "xb") as out:

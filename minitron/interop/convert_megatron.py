@@ -4,27 +4,24 @@
     python -m minitron.pretrain checkpoints/mine/model.yaml checkpoint.load=checkpoints/mine data.source=...
     python tools/convert_megatron.py import nemo/weights checkpoints/mine model.num_heads=32 model.num_kv_heads=8
 
-The source is a folder iter_0001000, or the one above it, then its newest. Its tensors hold the sizes; what they do not
-hold (heads, rotary base, epsilon) is in the arguments that Megatron-LM saves. Where these are missing, as in a
-checkpoint of Megatron-core alone, keys of `model` or a YAML file after the two folders say it; they win over the
-arguments, too.
+The source is a folder iter_0001000, or the one above it, then its newest. The tensors determine the sizes. Heads,
+rotary base and epsilon are in the arguments that Megatron-LM saves. A checkpoint of Megatron-core alone has no
+arguments: give keys of `model` or a YAML file after the two folders. They win over arguments, too.
 
     decoder.layers.self_attention.linear_qkv.weight [L, (n + 2g) d, h]   rows group by group: q ... q k v
     -> blocks.i.attention.qkv.weight [(n + 2g) d, h]                     rows: all q, all k, all v
 
-Weights alone are taken over, and what is left out is said. No pickle is run (torch_dist.py).
+Only weights are imported, and the command prints what it leaves out. No pickle is run (torch_dist.py).
 
 Left out: the optimizer's state, Megatron's older format of a pickle a rank, mixtures of experts, other tensors than
 those of the two families: each is refused by its name.
 """
 
 import argparse
-import tempfile
 from functools import lru_cache, reduce
 from pathlib import Path
 
 import torch
-import yaml
 from torch import Tensor
 
 from minitron.checkpoint.format import NAMES
@@ -232,9 +229,7 @@ def model_of(reader: Reader, weights: set[str], keys: list[str], accepted: set[s
         raise ValueError(f"{reader.path} has no arguments of a run{why}; {fix}, model.norm_eps, model.max_positions")
     if "rope_theta" in model:
         model["rope_theta"] = float(model["rope_theta"])
-    with tempfile.TemporaryDirectory() as folder:
-        (path := Path(folder) / "megatron.yaml").write_text(yaml.safe_dump({"model": model}))
-        cfg = cli.load([str(path), *keys, "train.seq_len=1"])
+    cfg = cli.load([*keys, "train.seq_len=1"], ({"model": model}, str(reader.path)))
     rules.check(cfg, world=1)
     return cfg.model, gpt and args.get("bias_gelu_fusion", True) is False
 

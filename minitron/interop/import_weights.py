@@ -21,7 +21,7 @@ import yaml
 from torch import Tensor
 from tqdm import tqdm
 
-from minitron.checkpoint.boxes import Piece, row_blocks
+from minitron.checkpoint.boxes import TensorShard, row_blocks
 from minitron.checkpoint.directory import begin, commit
 from minitron.checkpoint.format import describe, index_bytes, index_tensors, write_shard
 from minitron.config.command import new_folder
@@ -59,11 +59,11 @@ def import_weights(
     values = sum(prod(source.shape(name)) for name in source.names())
     with new_folder(target) as folder, tqdm(total=values, unit=" weights", unit_scale=True, desc="importing") as bar:
 
-        def pieces() -> Iterator[Piece]:
+        def pieces() -> Iterator[TensorShard]:
             for name in source.names():
                 for start, shape in row_blocks(source.shape(name), BLOCK_VALUES):
                     tensor = source.read(name, "param", start, shape).to(DTYPES[dtype])
-                    yield Piece(name, "param", source.shape(name), start, tensor)
+                    yield TensorShard(name, "param", source.shape(name), start, tensor)
                     bar.update(tensor.numel())
 
         write_checkpoint(folder, asdict(Config(model=source.model, precision=PrecisionConfig(dtype))), pieces())
@@ -78,7 +78,9 @@ def import_weights(
     )
 
 
-def write_checkpoint(directory: Path, config: dict[str, Any], pieces: Iterable[Piece], iteration: int = 0) -> None:
+def write_checkpoint(
+    directory: Path, config: dict[str, Any], pieces: Iterable[TensorShard], iteration: int = 0
+) -> None:
     """Write a checkpoint of weights from one process, in files of about FILE_BYTES. Raises CheckpointError.
 
     config: a whole Config as a dict. An error of `pieces` leaves a temporary folder in `directory`.
@@ -93,9 +95,9 @@ def write_checkpoint(directory: Path, config: dict[str, Any], pieces: Iterable[P
     commit(temporary, index_bytes(about, files), index_tensors(described))
 
 
-def _by_file(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+def _by_file(pieces: Iterable[TensorShard]) -> Iterator[list[TensorShard]]:
     """Group pieces, in their order, into lists of FILE_BYTES or slightly more."""
-    group: list[Piece] = []
+    group: list[TensorShard] = []
     size = 0
     for piece in pieces:
         group.append(piece)

@@ -5,10 +5,10 @@
     common.pt         Megatron's: a zip with a pickle of what is no tensor, the run's arguments above all
 
 A pickle is a program: it names functions and calls them. `Reader` follows one with an unpickler that knows the classes
-of this format, as records without code, and refuses every other name; chunks are read by torch's own of that kind
-(`weights_only`). So a checkpoint from anywhere can at worst be refused.
+of this format, as records without code, and refuses every other name. torch's own restricted unpickler (`weights_only`)
+reads the chunks. So the worst that a hostile checkpoint can cause is an error.
 
-Left out: what is no tensor but common.pt (FP8 states, random numbers), compressed files.
+Left out: all that is no tensor but common.pt (FP8 states, random numbers), compressed files.
 """
 
 import io
@@ -64,7 +64,7 @@ DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch
 
 
 class Record:
-    """Stands for an object of a known class: the arguments it was made with, and its fields. It has no code."""
+    """An object of a known class, as its constructor's arguments and its fields. It has no code."""
 
     def __new__(cls, *args: Any, **_: Any) -> "Record":
         made = super().__new__(cls)

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minitron.checkpoint import format as files
-from minitron.checkpoint.boxes import Box, Piece, boxes_of_range, covers, to_global
+from minitron.checkpoint.boxes import Box, TensorShard, boxes_of_range, covers, to_global
 from minitron.checkpoint.format import CheckpointError
 from minitron.checkpoint.reader import Reader
 from minitron.comm.mesh import Axis
@@ -107,7 +107,7 @@ def write(directory: Path, iteration: int = 3, cuts: int = 3, tensors: dict = TE
         ends = [tensor.numel() * i // cuts for i in range(cuts + 1)]
         for first, last in itertools.pairwise(ends):
             for box in boxes_of_range(tuple(tensor.shape), first, last):
-                pieces.append(Piece(name, "param", tuple(tensor.shape), box.start, at(tensor, box)))
+                pieces.append(TensorShard(name, "param", tuple(tensor.shape), box.start, at(tensor, box)))
     write_checkpoint(directory, {"model": {}}, pieces, iteration)
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
 
-from minitron.checkpoint.boxes import Piece
+from minitron.checkpoint.boxes import TensorShard
 from minitron.checkpoint.reader import Reader
 from minitron.comm.mesh import Mesh
 from minitron.config import cli, rules
@@ -196,13 +196,13 @@ def test_export_of_a_training_checkpoint_rounds_the_masters(folders, tmp_path):
     source = hf.FolderReader(folders("llama3.1"), vocab_multiple=16)
     cfg = Config(model=source.model)
     for step in (10, 20):
-        pieces = [Piece("blocks.0.mlp.up", "fp8_history", (4,), (0,), torch.ones(4))]
+        pieces = [TensorShard("blocks.0.mlp.up", "fp8_history", (4,), (0,), torch.ones(4))]
         for name in source.names():
             values = whole(source, name) * step
             for kind in ("exp_avg", "master"):
                 for start in range(0, len(values), 7):
                     part = values[start : start + 7] * (1 if kind == "master" else 9)
-                    pieces.append(Piece(name, kind, tuple(values.shape), (start, 0)[: values.dim()], part))
+                    pieces.append(TensorShard(name, kind, tuple(values.shape), (start, 0)[: values.dim()], part))
         write_checkpoint(tmp_path / "run", dataclasses.asdict(cfg), pieces, step)
     twin = model_of("llama3.1")
     with torch.no_grad():
@@ -508,7 +508,7 @@ def test_a_model_of_another_task_is_named_as_such(family, task, tmp_path):
 def checkpoint(folder, model, kind="param", names=None):
     shapes = {name: shape for name, shape in hf.global_shapes(model).items() if names is None or name in names}
     shapes |= {"lora.a": (1,)} if names else {}
-    pieces = [Piece(name, kind, shape, (0,) * len(shape), torch.zeros(shape)) for name, shape in shapes.items()]
+    pieces = [TensorShard(name, kind, shape, (0,) * len(shape), torch.zeros(shape)) for name, shape in shapes.items()]
     write_checkpoint(folder, dataclasses.asdict(Config(model=model)), pieces, 5)
 
 
