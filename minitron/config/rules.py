@@ -37,7 +37,8 @@ def check(cfg: Config, world: int, capability: tuple[int, int] | None = None) ->
     _check_optimizer(cfg)
     _check_data(cfg)
     _check_finetune(cfg)
-    _check_export(cfg)
+    if cfg.checkpoint.export == "hf":
+        check_exportable(cfg.model)
     _check_saves(cfg)
     _check_log(cfg, world)
 
@@ -269,13 +270,14 @@ def _check_finetune(cfg: Config) -> None:
         raise ValueError(f"{given} {rule}; use for example [qkv]")
 
 
-def _check_export(cfg: Config) -> None:
-    m, gpt = cfg.model, cfg.model.family == "gpt"
-    wanted = {"positions": "learned" if gpt else "rope", "kv_heads": m.num_heads if gpt else m.kv_heads}
-    for key, value in wanted.items() if cfg.checkpoint.export == "hf" else ():
-        if getattr(m, key) != value:
-            why = f"model.{key.replace('kv_', 'num_kv_')}={getattr(m, key)}, and transformers' {m.family} has {value}"
-            raise ValueError(f"checkpoint.export=hf cannot write {why}; set checkpoint.export=none, or another model")
+def check_exportable(m: ModelConfig) -> None:
+    """Check that transformers has this model: it has no mixture of the families."""
+    gpt = m.family == "gpt"
+    positions, kv_heads = ("learned", m.num_heads) if gpt else ("rope", m.kv_heads)
+    for key, value, wanted in ("positions", m.positions, positions), ("num_kv_heads", m.kv_heads, kv_heads):
+        if value != wanted:
+            why = f"cannot be exported: transformers' {m.family} has {wanted}"
+            raise ValueError(f"model.{key}={value} {why}; export another model, or set checkpoint.export=none")
 
 
 def _check_saves(cfg: Config) -> None:

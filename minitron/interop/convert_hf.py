@@ -30,7 +30,7 @@ from tqdm import tqdm
 from minitron.checkpoint.boxes import row_blocks
 from minitron.checkpoint.format import header
 from minitron.checkpoint.load import check_tensors
-from minitron.config.command import Parser, new_folder, new_path
+from minitron.config.command import Parser, new_folder, new_path, positive
 from minitron.config.files import write_json
 from minitron.config.schema import ModelConfig
 from minitron.config.text import printable
@@ -57,14 +57,13 @@ def main(argv: list[str]) -> None:
         help="pad the vocabulary to a multiple of N, so that parallel.tp divides it (%(default)s)",
     )
     exporter = commands.add_parser("export", help="CHECKPOINT_DIR HF_FOLDER: minitron to Hugging Face")
-    exporter.add_argument("source", metavar="CHECKPOINT_DIR", help="the newest in it, or one step_... folder")
-    exporter.add_argument("target", type=new_path, metavar="HF_FOLDER", help="new")
-    exporter.add_argument("--max-shard-gb", type=float, default=5.0, metavar="GB", help="size of a file (%(default)s)")
-    exporter.add_argument("--base", metavar="FOLDER", help="of LoRA: where the frozen weights are now")
-    exporter.add_argument("--adapter", action="store_true", help="of LoRA: the adapters alone, in PEFT's format")
-    exporter.add_argument(
-        "--tokenizer", metavar="SPEC", help="as data.tokenizer (that of the weights' source, or the run's)"
-    )
+    add = exporter.add_argument
+    add("source", metavar="CHECKPOINT_DIR", help="the newest in it, or one step_... folder")
+    add("target", type=new_path, metavar="HF_FOLDER", help="new")
+    add("--max-shard-gb", type=positive(float), default=5.0, metavar="GB", help="size of a file (%(default)s)")
+    add("--base", metavar="FOLDER", help="of LoRA: where the frozen weights are now")
+    add("--adapter", action="store_true", help="of LoRA: the adapters alone, in PEFT's format")
+    add("--tokenizer", metavar="SPEC", help="as data.tokenizer (that of the weights' source, or the run's)")
     for command, default in (importer, "as the source has them"), (exporter, "those of training, or of the import"):
         command.add_argument("--dtype", choices=DTYPES, help=f"number format of the weights ({default})")
     options = parser.parse_args(argv)
@@ -73,8 +72,6 @@ def main(argv: list[str]) -> None:
         import_weights(source, options.target, options.dtype, partial(hf_tokenizer.keep, source.path))
     elif options.adapter:
         export_adapter(options.source, options.target, options.dtype, options.base)
-    elif not 0 < options.max_shard_gb < math.inf:
-        raise ValueError(f"--max-shard-gb={options.max_shard_gb:g} is no size of a file; use 5 or so")
     else:
         max_bytes = int(options.max_shard_gb * 1e9)
         export_folder(options.source, options.target, options.dtype, max_bytes, options.base, options.tokenizer)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
+from minitron.config import rules
 from minitron.config.schema import ModelConfig
 from minitron.interop.hf import FORMATS, ROPE_SCALING, tensor_map
 from minitron.interop.weights import AdapterRows, MergedAdapter
@@ -27,9 +28,7 @@ def settings_of(m: ModelConfig, dtype: str) -> dict:
     """
     kind = next(kind for kind, fmt in FORMATS.items() if fmt.family == m.family)
     fmt, gpt = FORMATS[kind], kind == "gpt2"
-    for key, wanted in (("positions", "learned" if gpt else "rope"), ("kv_heads", m.num_heads if gpt else m.kv_heads)):
-        if getattr(m, key) != wanted:
-            raise ValueError(f"model.{key}={getattr(m, key)} cannot be exported: transformers' {kind} has {wanted}")
+    rules.check_exportable(m)
     settings = {
         "architectures": [fmt.architecture],
         "model_type": kind,

@@ -533,14 +533,14 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_left(folders, tmp_pat
     learned = dataclasses.replace(model, positions="learned")
     assert "model.positions=learned cannot be exported: transformers' llama has rope" in refused(learned)
     grouped = dataclasses.replace(gpt, num_kv_heads=2)
-    assert "model.kv_heads=2 cannot be exported: transformers' gpt2 has 4" in refused(grouped)
+    assert "model.num_kv_heads=2 cannot be exported: transformers' gpt has 4" in refused(grouped)
     names = hf.global_shapes(model).keys()
     headless = refused(model, names=names - {"head.weight"})
     assert "head.weight has shape None there and [128, 32] here" in headless
     assert "lora.a has shape [1] there and None here" in refused(model, names=names)
     assert "blocks.0.attention.out.weight has shape None" in refused(model, kind="exp_avg")
-    assert "--max-shard-gb=0 is no size of a file; use 5 or so" in refused(model, "--max-shard-gb", 0)
-    assert "--max-shard-gb=inf is no size" in refused(model, "--max-shard-gb", "inf")
+    assert "--max-shard-gb: 0 is no positive number" in refused(model, "--max-shard-gb", 0)
+    assert "--max-shard-gb: inf is no positive number" in refused(model, "--max-shard-gb", "inf")
     assert "absent" in error_of(convert, "export", tmp_path / "absent", tmp_path / "back")
 
     checkpoint(tmp_path / "run", model)
