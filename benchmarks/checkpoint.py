@@ -26,7 +26,6 @@ import sys
 import tempfile
 import time
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -38,12 +37,12 @@ import torch.distributed as dist
 
 from benchmarks import measure, record
 from minitron.checkpoint.format import CheckpointError
-from minitron.checkpoint.load import Start, find, restore
+from minitron.checkpoint.load import ResumePoint, find_resume_point, restore
 from minitron.checkpoint.reader import Reader
 from minitron.checkpoint.save import Checkpointer
 from minitron.comm.mesh import Mesh
 from minitron.config import cli, rules
-from minitron.config.schema import Config
+from minitron.config.schema import Config, changed
 from minitron.data.build import Datasets
 from minitron.data.loader import Loader
 from minitron.kernels import kernels
@@ -147,7 +146,7 @@ def summary(entry: dict) -> str:
 class Run:
     """One rank's part of a run from its start to the end of its first step, and what that took."""
 
-    def __init__(self, cfg: Config, args: argparse.Namespace, mesh: Mesh, start: Start, data: Datasets, log: Log):
+    def __init__(self, cfg: Config, args: argparse.Namespace, mesh: Mesh, start: ResumePoint, data: Datasets, log: Log):
         self.cfg, self.mesh, self.start, self.trainer = cfg, mesh, start, build(cfg, mesh)
         load_seconds = self.load()
         keep_collector_out()
@@ -184,22 +183,16 @@ def leg(cfg: Config, args: argparse.Namespace) -> dict:
         int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
     )
     device, capability = measure.choose_device()
-    cfg = replace(
+    cfg = changed(
         cfg,
-        checkpoint=replace(
-            cfg.checkpoint,
-            dir=str(args.dir),
-            keep=1,
-            resume=args.leg == "resumed",
-            resume_step=None,
-            async_save=True,
-            load=None,
+        checkpoint=dict(
+            dir=str(args.dir), keep=1, resume=args.leg == "resumed", resume_step=None, async_save=True, load=None
         ),
     )
     with cli.user_errors(quiet=local_rank > 0):
         rules.check(cfg, world, capability)
         kernels.choose(cfg, device)
-        start = find(cfg)
+        start = find_resume_point(cfg)
         data = build_data(cfg, start)
     with Log(cfg, rank, world) as log, cli.user_errors(CheckpointError, quiet=rank > 0):
         run = Run(cfg, args, make_mesh(cfg, world, device, Listener(os.environ)), start, data, log)
@@ -231,7 +224,7 @@ def save_figures(run: Run, steps: int) -> dict:
             writing.append(run.seconds(lambda: run.step(0)))
     after, last = _gpu_gib(device), SAVES + 1
     alone = run.seconds(lambda: (saves.save(last, 0), saves.wait()))
-    if saves.saved != last:
+    if saves.shared.saved != last:
         raise CheckpointError(f"{run.cfg.checkpoint.dir} did not take the checkpoint, for the reason given above")
     return {
         "step_seconds": plain,

@@ -19,7 +19,7 @@ import os
 import shlex
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -34,7 +34,7 @@ from benchmarks import measure, record
 from benchmarks.fp8_curves import losses
 from benchmarks.workers import Workers
 from minitron.config import cli, rules
-from minitron.config.schema import Config
+from minitron.config.schema import Config, changed
 from minitron.planner import style
 
 POINTS = 100  # of a recorded curve, each a mean
@@ -144,7 +144,7 @@ def train(cfg: Config, trainer: str) -> dict:
 
         curve = megatron.losses(cfg, device)
     else:
-        curve = losses(replace(cfg, train=replace(cfg.train, eval_every=0)), device)
+        curve = losses(changed(cfg, train=dict(eval_every=0)), device)
     size = max(1, len(curve) // POINTS)
     result = {"steps": len(curve), "curve": [sum(part) / len(part) for part in parts(curve, size)]}
     result["last"] = sum(curve[-size:]) / len(curve[-size:])

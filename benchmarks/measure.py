@@ -17,7 +17,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 
@@ -26,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from minitron.config import cli, flops
-from minitron.config.schema import Config
+from minitron.config.schema import Config, changed
 from minitron.data.gpt import Sample
 
 WARMUP = 3
@@ -55,7 +54,7 @@ def arguments(description: str, argv: list[str] | None, *add_options: Callable) 
         if args.steps <= WARMUP:
             raise ValueError(f"--steps {args.steps} are all warm-up; use {WARMUP + 1} or more")
         cfg = cli.load(args.config)
-    return replace(cfg, train=replace(cfg.train, steps=max(cfg.train.steps, args.steps))), args
+    return changed(cfg, train=dict(steps=max(cfg.train.steps, args.steps))), args
 
 
 def check_translated(cfg: Config, peer: str, tunes: bool = False) -> None:

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from minitron.checkpoint.format import CheckpointError
-from minitron.checkpoint.load import Start, agree, check_data, prefer_local, restore
+from minitron.checkpoint.load import ResumePoint, agree, check_data, newest_local_save, restore
 from minitron.checkpoint.save import Exporter
 from minitron.checkpoint.weights import Weights
 from minitron.comm.collectives import all_reduce_
@@ -119,10 +119,10 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
                 mesh.activity.begin("datasets")
                 data = open_data(cfg, start, mesh, first_on_node=local_rank == 0)
             mesh.activity.begin("start")
-            trainer = build(cfg, mesh, chosen, log, start.mark)
+            trainer = build(cfg, mesh, chosen, log, start.base_fingerprint)
             startup.mark("build")
             mesh.activity.begin("load")
-            start = prefer_local(cfg, start, data.info, trainer.state, log, first_on_node=local_rank == 0)
+            start = newest_local_save(cfg, start, data.info, trainer.state, log, first_on_node=local_rank == 0)
             restore(start, trainer.state, log)
             startup.mark("load")
             mesh.activity.begin("start")
@@ -146,16 +146,21 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
                 cfg.train.cuda_graph == "on" or cfg.train.cuda_graph == "auto" and name != "cpu"
             ):
                 log.info(f"train.cuda_graph={cfg.train.cuda_graph}: every step is eager, since {reason}")
-            for reader, resumed in (start.frozen, False), (start.reader, start.resume):
+            for reader, resumed in (start.base_weights, False), (start.reader, start.resume):
                 if reader is not None:
                     log.info(f"{'resumed from' if resumed else 'weights of'} {reader.path}")
                     if reader.note:
                         log.info(reader.note)
-            start, reader = start._replace(reader=None, frozen=None), None  # an index is large, and was needed once
+            start, reader = (
+                start._replace(reader=None, base_weights=None),
+                None,
+            )  # an index is large, and was needed once
             with stop:
                 try:
                     exporter = make_exporter(cfg, log) if rank == 0 else None
-                    waited = train(trainer, data, log, stop, start.step, start.consumed_samples, start.root, exporter)
+                    waited = train(
+                        trainer, data, log, stop, start.step, start.consumed_samples, start.parent_checkpoint, exporter
+                    )
                 except ValueError:  # a run's own error, raised between steps: graphs must end before NCCL does
                     trainer.runner.close()
                     raise
@@ -204,7 +209,7 @@ def choose_device(local_rank: int, ranks_here: int) -> tuple[torch.device, str, 
     return torch.device("cuda", local_rank), torch.cuda.get_device_name(), torch.cuda.get_device_capability()
 
 
-def open_data(cfg: Config, start: Start, mesh: Mesh, first_on_node: bool) -> Datasets:
+def open_data(cfg: Config, start: ResumePoint, mesh: Mesh, first_on_node: bool) -> Datasets:
     """Open the data on all ranks: first on one rank of each node, which may have to build an index. Collective.
 
     Raises ValueError, on all ranks alike.
@@ -243,7 +248,7 @@ def load_tokenizer(spec: str, cache: Cache) -> Tokenizer:
     return tokenizers.load_tokenizer(spec, cache=cache)
 
 
-def build_data(cfg: Config, start: Start = Start(), first_on_node: bool = True) -> Datasets:
+def build_data(cfg: Config, start: ResumePoint = ResumePoint(), first_on_node: bool = True) -> Datasets:
     """Open what the run reads; a run that goes on keeps the order it began with, however many steps it has now.
 
     Safe on all ranks at once, and needs no process group. first_on_node: see build_datasets. Raises ValueError.

@@ -17,8 +17,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from minitron.checkpoint.save import Exporter, State
+from minitron.checkpoint.save import Exporter
 from minitron.checkpoint.saves import Saves
+from minitron.checkpoint.state import State
 from minitron.comm.activity import Progress
 from minitron.comm.collectives import all_reduce_
 from minitron.comm.mesh import Mesh

@@ -313,9 +313,10 @@ def goodput_of(job: Job, recoveries: list[float]) -> dict:
     time counts. Both shares of the whole have the same starts, loads and waits, which depend on the machine's load.
     """
     from minitron.planner.failures import predict
+    from minitron.runtime import metrics
     from minitron.supervise import goodput
 
-    rows = list(goodput.read_rows(job.log / "metrics.jsonl"))
+    rows = list(metrics.rows(job.log / "metrics.jsonl"))
     measured = goodput.measure(rows)
     saves = [row["seconds"] for row in rows if row.get("kind") == "save"]
     made = sum(row.get("kind") == "step" for row in rows)

@@ -65,7 +65,7 @@ class Saves:
         """Save the next step, and go back to before it: the save after this one replaces it."""
         self.save()
         self.step -= 1
-        (self.saves.local if self.local else self.saves).saved = self.step
+        (self.saves.local if self.local else self.saves.shared).saved = self.step
 
 
 @pytest.mark.parametrize("local", [False, True], ids=["shared", "local"])
@@ -157,7 +157,7 @@ def test_a_run_that_cannot_save_aside_ends_as_one_whose_directory_was_taken(tmp_
     """Else its supervisor would start it again, and it would take the directory back."""
     with Log(config(LLAMA), 0, 1) as log:
         run = Saves(tmp_path, log, local=False)
-        owner = run.saves.owner
+        owner = run.saves.shared.owner
         claim(run.folder)
         with (
             FailingDisk(run.folder / f"aside.{owner}", errno.EIO, 1, 10**9),

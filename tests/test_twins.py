@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from kill_run import Ranks, new_store, records
 from layouts import config, first_gradients
-from minitron.checkpoint.load import Start, restore
+from minitron.checkpoint.load import ResumePoint, restore
 from minitron.comm.mesh import Mesh
 from minitron.data.batch import Batch
 from minitron.interop import convert_hf, hf
@@ -124,7 +124,7 @@ def test_logits_loss_and_every_gradient_equal_transformers(models, name):
     settings = {"train": {"seq_len": SEQ_LEN, "micro_batch_size": 3}, "precision": {"dtype": "fp32"}}
     cfg = config({"model": reader.config["model"] | {"rope_scaling": reader.model.rope_scaling}}, settings)
     trainer = build(cfg, Mesh.offline(1))
-    restore(Start(reader), trainer.state)
+    restore(ResumePoint(reader), trainer.state)
     vocab = cfg.model.vocab_size
     assert (cfg.model.padded_vocab_size > vocab) == (name in VOCAB_MULTIPLE)
     batches = microbatches(vocab, 2, 3)

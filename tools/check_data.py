@@ -15,7 +15,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
-from minitron.config.command import Parser, run
+from minitron.config.command import Parser, positive, run
 from minitron.config.text import printable
 from minitron.data.gpt import scan_ids
 from minitron.data.indexed import DataError, IndexedDataset, check_index, read_sidecar
@@ -28,14 +28,12 @@ QUANTILES = (0, 0.25, 0.5, 0.75, 0.99, 1)
 
 def main(argv: list[str]) -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("prefix", nargs="+", help="dataset, without .bin or .idx")
-    parser.add_argument("--vocab-size", type=int, help="ids must lie below it (by default as PREFIX.json says)")
-    parser.add_argument("--samples", type=int, default=0, metavar="K", help="show the beginning of K documents")
-    parser.add_argument("--tokenizer", help="to show them as text: bytes, gpt2:DIR, llama3:FILE, llama2:FILE or hf:DIR")
+    add = parser.add_argument
+    add("prefix", nargs="+", help="dataset, without .bin or .idx")
+    add("--vocab-size", type=positive(int), help="ids must lie below it (by default as PREFIX.json says)")
+    add("--samples", type=positive(int), default=0, metavar="K", help="show the beginning of K documents")
+    add("--tokenizer", help="to show them as text: bytes, gpt2:DIR, llama3:FILE, llama2:FILE or hf:DIR")
     options = parser.parse_args(argv)
-    for name, value, least in (("--samples", options.samples, 0), ("--vocab-size", options.vocab_size, 1)):
-        if value is not None and value < least:
-            raise ValueError(f"{name}={value} is too small; use {least} or more")
     tokenizer = load_tokenizer(options.tokenizer, "--tokenizer") if options.tokenizer else None
     for prefix in options.prefix:
         dataset = IndexedDataset(prefix)

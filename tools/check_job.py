@@ -1,9 +1,9 @@
-"""Would this job run? Layout, memory, data, tokenizer, base weights and disk, in seconds, on a machine without GPUs.
+"""Check whether a job would run: layout, memory, data, tokenizer, weights and disk, in seconds and without GPUs.
 
     python tools/check_job.py configs/gpt3_175b.yaml train.global_batch_size=256 --world 128 --device h100
     helm template NAME launch/helm -f values.yaml ... | python tools/check_job.py --manifests --device h100
 
-A line for each part: `ok`, `wrong` with the fix, or `?` for what cannot be seen from here; exit status 1 if anything is
+A line for each part: `ok`, `wrong` with the fix, or `?` if it cannot be checked from here; exit status 1 if a part is
 wrong. These are the checks of the run itself, of headers and first lines alone (tools/check_data.py reads a dataset in
 full), and the memory is the planner's. launch/check.sh asks for a job of launch/ with all its variables.
 """
@@ -12,7 +12,6 @@ import argparse
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -25,7 +24,7 @@ from minitron.config import cli, rules
 from minitron.config.command import Parser, run
 from minitron.config.files import errors_as, lines_of, size_of
 from minitron.config.schema import Config
-from minitron.config.text import printable
+from minitron.config.text import parse_mapping, printable
 from minitron.data.build import TRAIN, VALID, check_maker, check_vocabulary, parse_paths, split_part
 from minitron.data.gpt import count_tokens
 from minitron.data.indexed import IndexedDataset
@@ -101,11 +100,9 @@ def from_manifests(text: str) -> tuple[Config, int]:
         raise ValueError("stdin holds no manifests of launch/helm; pipe `helm template NAME launch/helm ...` into this")
     container = documents["Job"]["spec"]["template"]["spec"]["containers"][0]
     env = {entry["name"]: entry.get("value") for entry in container["env"]}
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "config.yaml"
-        path.write_text(documents["ConfigMap"]["data"]["config.yaml"])
-        cfg = cli.load([str(path), *container.get("args", [])])
-    return cfg, int(env["NNODES"]) * int(env["GPUS_PER_NODE"])
+    origin = "config.yaml of the ConfigMap"
+    tree = parse_mapping(documents["ConfigMap"]["data"]["config.yaml"], origin)
+    return cli.load(container.get("args", []), (tree, origin)), int(env["NNODES"]) * int(env["GPUS_PER_NODE"])
 
 
 # ---- the parts: each returns what is fine about it, or raises --------------------------------------------------------

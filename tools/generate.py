@@ -1,4 +1,4 @@
-"""Let a model go on from a prompt: what training has made of it, in words.
+"""Generate text from a prompt with a trained model.
 
     python tools/generate.py runs/base --prompt "Explain shutil.move(src, dst):" "Explain heapq.heappush(heap, item):"
     python tools/generate.py Llama-3-8B-Instruct --tokenizer llama3:Llama-3-8B-Instruct/original/tokenizer.model \\
@@ -8,13 +8,13 @@ The model is a checkpoint of minitron, saved in any layout, or a Hugging Face fo
 if there is one.  Without a temperature the likeliest token is taken (greedy); with one, tokens are drawn from the
 fewest whose probabilities sum to top-p (Holtzman et al. 2020).  It ends with a document or an answer.
 
-Attention alone looks back, and all it wants of earlier tokens are their keys and values, which later ones do not
-change.  So they are kept, and each step computes one token in place of all of them:
+Only attention reads earlier tokens, and only their keys and values, which later tokens do not change.  So they are
+cached, and each step computes one token instead of all of them:
 
     prompt  a b c     queries a b c, keys a b c           causal, fills the cache
     then    d         query d, keys a b c (kept) d        everything is visible
 
-The cache is an attention backend around another one (minitron/kernels/attention.py): the model does not know of it.
+The cache is an attention backend around another one (minitron/kernels/attention.py): the model is unchanged.
 
 Left out: several prompts at once, beams, more than one GPU.
 """
@@ -37,7 +37,7 @@ from minitron.checkpoint.load import check_tensors
 from minitron.comm.mesh import Mesh
 from minitron.config import cli
 from minitron.config.command import Parser, run
-from minitron.config.schema import Config, DataConfig, PrecisionConfig
+from minitron.config.schema import Config, DataConfig, PrecisionConfig, changed
 from minitron.data.batch import Batch
 from minitron.data.cache import Cache
 from minitron.data.corpus import build_corpus
@@ -202,7 +202,7 @@ def load_model(
     cfg = replace(cfg, precision=PrecisionConfig(dtype or cfg.precision.dtype))
     words = find_tokenizer(folder, tokenizer, cfg, data, cache_dir)
     # The number of keys varies as documents' lengths do; cuDNN would compile a plan for each.
-    cfg = replace(cfg, data=replace(cfg.data, separate_documents=True))
+    cfg = changed(cfg, data=dict(separate_documents=True))
     model = whole_model(cfg, Mesh.offline(device=device)).eval()
     check_tensors(reader, {param.spec.name: list(param.shape) for param in model.parameters()})
     with torch.no_grad():

@@ -9,13 +9,12 @@ what a model reaches that knows how often each token occurs and nothing else: a 
 
 The terminal has no pixels, but braille characters have eight dots in a 2 x 4 grid, one bit each: a plot of 60 x 16
 characters is a bitmap of 120 x 64. Where the terminal cannot show them, every cell with a dot becomes a `*`.
-A run started again appends to its file: from its first step on, it replaces what the earlier attempt wrote. What all
-starts together made of their time is said below: training that counted, steps made again, starts, saves, waiting.
+A run started again appends to its file: from its first step on, its figures replace those of the earlier start. Below
+the picture is how all starts together spent their time: training that counted, repeated steps, starts, saves, waiting.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from dataclasses import dataclass, field
@@ -25,9 +24,11 @@ from statistics import mean
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
 from minitron.config import command
+from minitron.config.files import errors_as
 from minitron.config.text import printable
 from minitron.planner import style
-from minitron.supervise.goodput import Goodput, measure, read_rows
+from minitron.runtime.metrics import rows, without_repeats
+from minitron.supervise.goodput import Goodput, measure
 
 WIDTH, HEIGHT = 80, 24  # of the terminal picture, in characters, axes and legend included
 MARGIN = 8  # columns left of the plot: tick labels and axis
@@ -56,13 +57,6 @@ class Run:
     grad_norm: list[float] = field(default_factory=list)
     learning_rate: list[float] = field(default_factory=list)
     goodput: Goodput | None = None
-
-    def rewind(self, step: int) -> None:
-        """Forget `step` and what came after it."""
-        kept = sum(at < step for at in self.steps)
-        for column in ("steps", "loss", *COLUMNS):
-            del getattr(self, column)[kept:]
-        self.evals = [(at, loss) for at, loss in self.evals if at < step]
 
     @property
     def final_loss(self) -> float:
@@ -95,28 +89,18 @@ def short_names(names: list[str]) -> list[str]:
 
 
 def read_run(directory: Path) -> Run:
-    """The run that logged to `directory`.  Raises ValueError if it left no readable steps."""
-    path = directory / "metrics.jsonl"
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); name the log.dir of a run") from None
-    run, restarted = Run(printable(directory)), False
-    lines = text.split("\n")
-    # What follows the last newline is empty, or a record that a live run is still writing.
-    for number, line in enumerate(lines[:-1], start=1):
+    """Read the run that logged to `directory`. Raises ValueError if it left no readable steps."""
+    path, run = directory / "metrics.jsonl", Run(printable(directory))
+    with errors_as(ValueError, lambda error: f"{path} cannot be read ({error}); name the log.dir of a run", OSError):
+        found = list(rows(path))
+    for row in without_repeats(found):
         try:
-            record = json.loads(line)
-            figures = record["kind"] in ("step", "eval")
-            if restarted and figures:
-                run.rewind(record["step"])
-            restarted = record["kind"] == "run" or restarted and not figures
-            add_record(run, record)
+            add_record(run, row)
         except (ValueError, KeyError, TypeError, OverflowError):
-            raise ValueError(f"{path}:{number} is no record of a run: {line[:60]!r}") from None
+            raise ValueError(f"{path}:{row['line']} is no record of a run; leave the line out") from None
     if not finite(run.loss):
         raise ValueError(f"{path} holds no step with a finite loss; nothing to draw")
-    run.goodput = measure(read_rows(path))
+    run.goodput = measure(found)
     return run
 
 
@@ -358,10 +342,9 @@ def main(argv: list[str]) -> None:
     parser = command.Parser(description=__doc__.split("\n\n")[0])
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="log.dir of a run")
     parser.add_argument("--png", type=Path, help="the picture's file (default: loss.png in the first RUN_DIR)")
-    parser.add_argument("--smooth", type=int, metavar="STEPS", help=f"mean over so many (a {SMOOTH}th of the run)")
+    steps = f"mean over so many (a {SMOOTH}th of the run)"
+    parser.add_argument("--smooth", type=command.positive(int), metavar="STEPS", help=steps)
     arguments = parser.parse_args(argv)
-    if arguments.smooth is not None and arguments.smooth < 1:
-        raise ValueError(f"--smooth={arguments.smooth} is no number of steps; use 1 for none")
     path = arguments.png or arguments.run_dirs[0] / "loss.png"
     runs = [read_run(directory) for directory in arguments.run_dirs]
     print(draw(runs, unicode=(sys.stdout.encoding or "").lower().replace("-", "") == "utf8"), end="\n\n")

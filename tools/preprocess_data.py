@@ -39,7 +39,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
-from minitron.config.command import Parser, run
+from minitron.config.command import Parser, positive, run
 from minitron.data.cache import Cache
 from minitron.data.indexed import IndexedWriter, best_dtype
 from minitron.interop.tokenizers import load_tokenizer
@@ -58,16 +58,17 @@ class Job(NamedTuple):
 
 def main(argv: list[str]) -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--input",
         nargs="+",
         required=True,
         metavar="FILE",
         help="JSON lines, also .gz, .xz, .zst; Parquet; folders of datasets' save_to_disk",
     )
-    parser.add_argument("--output-prefix", required=True, help="PREFIX of PREFIX_KEY_document.bin and .idx")
-    parser.add_argument("--tokenizer", required=True, help="bytes, gpt2:DIR, llama3:FILE, llama2:FILE or hf:DIR")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that encode (all cores)")
+    add("--output-prefix", required=True, help="PREFIX of PREFIX_KEY_document.bin and .idx")
+    add("--tokenizer", required=True, help="bytes, gpt2:DIR, llama3:FILE, llama2:FILE or hf:DIR")
+    add("--workers", type=positive(int), default=os.cpu_count(), help="processes that encode (all cores)")
     fields = parser.add_mutually_exclusive_group()
     fields.add_argument("--text-field", metavar="NAME", help="the field or column to encode, as PREFIX_text_document")
     fields.add_argument(
@@ -77,8 +78,8 @@ def main(argv: list[str]) -> None:
         metavar="KEY",
         help="what to encode, each as PREFIX_KEY_document (text)",
     )
-    parser.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")
-    parser.add_argument(
+    add("--append-eod", action="store_true", help="end every document with the end-of-document token")
+    add(
         "--check",
         action="store_true",
         help="try the tokenizer and the first megabyte of each input, in whole documents; write nothing",
@@ -101,8 +102,6 @@ def preprocess(
     prefixes = [f"{output_prefix}_{name}_document" for name in names or job.keys]
     files = files_of(inputs)
     check_outputs(prefixes)
-    if workers < 1:
-        raise ValueError(f"--workers {workers}: at least one process has to encode; use 1 or more")
     for key in job.keys:
         if job.keys.count(key) > 1:
             raise ValueError(f"--json-keys {' '.join(job.keys)}: {key!r} is there twice; name each key once")

@@ -7,12 +7,11 @@ node; dark spots here and there are noise.
 
     python tools/stragglers.py runs/llama             # terminal, and runs/llama/stragglers.png
 
-A run started again appends to its file: from its first step on, it replaces what the earlier attempt wrote.
+A run started again appends to its file: from its first step on, its figures replace those of the earlier start.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +21,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
 from minitron.config import command
+from minitron.config.files import errors_as
 from minitron.config.text import printable
 from minitron.planner import style
+from minitron.runtime.metrics import rows, without_repeats
 
 COLUMNS, ROWS = 60, 32  # of the terminal picture at most
 LIMITS = (1.05, 1.1, 1.25, 1.5)  # from here on a cell is darker
@@ -44,30 +45,24 @@ class Times:
 def read(directory: Path) -> Times:
     """Read the times of the run that logged to `directory`. Raises ValueError if it left none."""
     path = directory / "metrics.jsonl"
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); name the log.dir of a run") from None
+    with errors_as(ValueError, lambda error: f"{path} cannot be read ({error}); name the log.dir of a run", OSError):
+        found = without_repeats(rows(path))
     records: dict[int, dict] = {}
-    places, world, stages, restarted = [], 0, 1, False
-    for number, line in enumerate(lines[:-1], start=1):  # behind the last newline a live run is still writing
+    places, world, stages = [], 0, 1
+    for row in found:
         try:
-            record = json.loads(line)
-            kind = record["kind"]
+            kind = row["kind"]
             if kind == "run":
-                if record["world"] != world:  # other ranks: what they took before says nothing about these
+                if row["world"] != world:  # other ranks: earlier times do not describe them
                     records.clear()
-                world, stages, restarted = int(record["world"]), int(record.get("pp", 1)), True
+                world, stages = int(row["world"]), int(row.get("pp", 1))
             elif kind == "places":
-                places = [printable(place) for place in record["places"]]
-            elif restarted and "step" in record:
-                records = {step: earlier for step, earlier in records.items() if step < record["step"]}
-                restarted = False
-            if kind == "ranks":
-                assert len(record["own_seconds"]) == world and world % stages == 0
-                records[int(record["step"])] = record
+                places = [printable(place) for place in row["places"]]
+            elif kind == "ranks":
+                assert len(row["own_seconds"]) == world and world % stages == 0
+                records[int(row["step"])] = row
         except (ValueError, KeyError, TypeError, AttributeError, AssertionError):
-            raise ValueError(f"{path}:{number} is no record of a run: {line[:60]!r}") from None
+            raise ValueError(f"{path}:{row['line']} is no record of a run; leave the line out") from None
     if not records:
         why = "it had one rank in a stage, train.check_speed_every=0, or fewer steps than that"
         raise ValueError(f"{path} holds no times of ranks; {why}")
@@ -104,7 +99,7 @@ def draw(times: Times, unicode: bool) -> str:
 
 
 def verdict(times: Times) -> str:
-    """Say who was slow, where, when, and by how much."""
+    """Describe which ranks were slow, on which node, when, and by how much."""
     lines = []
     for rank in sorted(set().union(*times.slow)):
         when = [i for i, slow in enumerate(times.slow) if rank in slow]

@@ -15,7 +15,6 @@ Left out: chat templates, and special tokens but the end of a document.
 
 import argparse
 import io
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +23,8 @@ import sentencepiece
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
-from minitron.config.command import Parser, new_folder, run
+from minitron.config.command import Parser, new_folder, new_path, positive, run
+from minitron.config.files import write_json
 from minitron.config.installed import pip_install
 from minitron.config.text import printable
 from minitron.data.corpus import PIECES, UNCHANGED
@@ -37,21 +37,18 @@ SENTENCE = 1000  # characters; SentencePiece drops sentences beyond 4192 bytes
 
 def main(argv: list[str]) -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="as of tools/preprocess_data.py")
-    parser.add_argument("--output", required=True, metavar="DIR", help="new")
-    parser.add_argument("--vocab-size", type=int, default=32000, metavar="N", help="ids, all counted (%(default)s)")
-    parser.add_argument("--kind", choices=("bpe", "sentencepiece"), default="bpe", help="see above (%(default)s)")
-    parser.add_argument("--text-field", default="text", metavar="NAME", help="the field or column (%(default)s)")
-    parser.add_argument("--sample-mb", type=float, default=500, metavar="MB", help="text to learn from (%(default)s)")
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, metavar="FILE", help="as of tools/preprocess_data.py")
+    add("--output", required=True, type=new_path, metavar="DIR", help="new")
+    add("--vocab-size", type=int, default=32000, metavar="N", help="ids, all counted (%(default)s)")
+    add("--kind", choices=("bpe", "sentencepiece"), default="bpe", help="see above (%(default)s)")
+    add("--text-field", default="text", metavar="NAME", help="the field or column (%(default)s)")
+    add("--sample-mb", type=positive(float), default=500, metavar="MB", help="text to learn from (%(default)s)")
     options = parser.parse_args(argv)
     least = 257 if options.kind == "bpe" else 300
     if not least <= options.vocab_size <= 1 << 20:
         why = f"a vocabulary has at least its bytes and an end, {least} ids, and at most {1 << 20}"
         raise ValueError(f"--vocab-size={options.vocab_size}: {why}; use 32000 or so")
-    if not options.sample_mb > 0:
-        raise ValueError(f"--sample-mb={options.sample_mb:g} is no amount of text; use 500 or so")
-    if Path(options.output).exists():
-        raise ValueError(f"{options.output} exists already; delete it or name a new folder")
     texts = sample(files_of(options.input), options.text_field, int(options.sample_mb * 1e6))
     with new_folder(options.output) as folder:
         spec = (train_bpe if options.kind == "bpe" else train_sentencepiece)(folder, texts, options.vocab_size)
@@ -98,7 +95,7 @@ def train_bpe(folder: Path, texts: list[str], vocab_size: int) -> str:
     tokenizer.add_special_tokens([AddedToken(END, special=True)])  # the last id, as GPT-2's
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "clean_up_tokenization_spaces": False}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    write_json(folder / "tokenizer_config.json", settings)
     return "hf:{}"
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
 from minitron.config import cli, flops
-from minitron.config.command import Parser, run
+from minitron.config.command import Parser, positive, run
 from minitron.config.text import printable
 
 # Per sample, forward and backward, as the recipes that name these models count them.
@@ -270,17 +270,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
         )
     o.peak = f"MFU is over {o.max_flops:g} TFLOP/s, {of}"
     return o
-
-
-def positive(kind: type) -> Callable[[str], float]:
-    def convert(text: str) -> float:
-        value = kind(text)
-        if not 0 < value < math.inf:
-            raise ValueError
-        return value
-
-    convert.__name__ = "positive number"  # what argparse calls it: "invalid positive number value: '0'"
-    return convert
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Boxes: rectangular parts of a tensor, the one coordinate system that all layouts share.
 
-Problem: what a rank holds is a *flat* range of a *tensor-parallel slice* of a parameter (ZeRO cuts wherever a rank's
-share ends), and no two layouts cut alike. The idea: translate each range, once, into a few boxes of the whole tensor.
-No other code knows of layouts: a wanted box is put together from the saved boxes that overlap it.
+Problem: a rank owns a flat range of a tensor-parallel shard, because ZeRO cuts where a rank's part ends. No two layouts
+cut alike. The idea: translate each range, once, into a few boxes of the global tensor. No other code depends on
+layouts: a box is read from the saved boxes that overlap it.
 
     local slice [4, 5], elements 3 to 14        of a tensor [8, 5] this rank has rows 4 to 7, so
         . . . a a                               a: row 4, columns 3 and 4
@@ -41,12 +41,12 @@ class Box(NamedTuple):
         return tuple(slice(s - o, s - o + n) for s, o, n in zip(self.start, outer.start, self.shape, strict=True))
 
 
-class Piece(NamedTuple):
-    """A tensor in memory that is one box of a global tensor: `name`, of this `kind`, of shape `whole`."""
+class TensorShard(NamedTuple):
+    """A tensor in memory that is the box at `start` of a global tensor. kind: as in format.py."""
 
     name: str
     kind: str
-    whole: tuple[int, ...]
+    global_shape: tuple[int, ...]
     start: tuple[int, ...]
     tensor: Tensor
 
@@ -69,6 +69,13 @@ def boxes_of_range(shape: tuple[int, ...], first: int, last: int) -> list[Box]:
     return boxes
 
 
+def row_blocks(shape: tuple[int, ...], most: int) -> Iterator[Box]:
+    """Cut a tensor of this shape into boxes of whole rows, with at most `most` elements each, or of one row."""
+    rows = max(1, most // max(1, prod(shape[1:])))
+    for row in range(0, shape[0], rows):
+        yield Box((row, *(0 for _ in shape[1:])), (min(rows, shape[0] - row), *shape[1:]))
+
+
 def to_global(local: Box, shard: Shard | None) -> Iterator[tuple[Box, tuple[int, ...]]]:
     """Cut a box of a rank's slice where the slice's chunks end: yield (each part, its start in the whole parameter)."""
     if shard is None:
@@ -89,7 +96,7 @@ def whole_shape(local: tuple[int, ...], shard: Shard | None) -> tuple[int, ...]:
 def covers(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
     """Tell whether the boxes hold every element of a tensor of this shape exactly once.
 
-    How often each element is held follows from corners alone: +1 from a box's first corner on, -1 from the next one
+    Corners alone tell how often each element is held: +1 from a box's first corner on, -1 from the next corner
     along each dim, and so on. The sum over all boxes must equal that of the whole tensor; no pair of boxes is compared.
     """
     if not shape:

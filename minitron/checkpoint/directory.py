@@ -1,23 +1,23 @@
 """A directory of checkpoints: a save is complete or invisible, and one run at a time saves there.
 
-Problem: training is killed at any moment, also inside a save; disks fill up; two runs may be started in one directory;
-and other things may lie there. The idea:
+Problem: training may be killed inside a save, disks fill up, two runs may start in one directory, and users put files
+of their own into it. The idea:
 
     runs/a/latest                                   the name of the newest, and a checksum of that name
     runs/a/owner.7-5e0c91d2                         the seventh run to save here: its process, host and start
     runs/a/step_00000020/                           a checkpoint (format.py)
-    runs/a/step_00000030.tmp-8d21f06b/              a save under way, or what is left of one that was killed
+    runs/a/step_00000030.tmp-8d21f06b/              a save under way, or one that was killed
 
-  1. A save fills a folder of a temporary name. Once all of it has reached the disk, a rename makes it a checkpoint,
-     and then `latest` is replaced. Killed before, it leaves everything as it was.
-  2. There is no lock file, because a killed run could not remove it. A run that starts takes the directory over, and
-     the run before, if it still lives, checks this before it deletes or renames anything.
+  1. A save fills a folder of a temporary name. Once all of it is on the disk, a rename makes it a checkpoint, and then
+     `latest` is replaced. A save that is killed before the rename leaves everything as it was.
+  2. There is no lock file, because a killed run could not remove it. A run that starts takes the directory over. A run
+     that saved there before checks this before it deletes or renames anything.
   3. A save deletes, renames or replaces only what another save has made, as both its name and its content must show. So
-     a checkpoint into which a user has put a file of his own stays.
+     a checkpoint into which a user has put a file stays.
 
-1. is as good as the rename of a folder: atomic on disks, Lustre, NFS, and in a bucket with a hierarchical namespace. In
-others gcsfuse copies file by file, and a kill leaves half a folder. `latest` never names it. If the first save is
-killed so, there is no `latest`: opening the half is then an error, which the index or a checksum reveals.
+Rule 1 needs an atomic rename of folders, as disks, Lustre, NFS, and buckets with a hierarchical namespace have it. In
+other buckets gcsfuse copies file by file, and a kill leaves half a folder. `latest` never names it. If the first save
+is killed in this way, there is no `latest`, and opening the half is an error: its index or a checksum does not fit.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ OWNER = re.compile(r"owner\.((\d+)-[0-9a-f]{8})")
 TEMPORARY = re.compile(r"(step_\d{8,}|probe)(\.tmp-[0-9a-f]{8})+")
 POINTER = re.compile(r"step_\d{8,} [0-9a-f]{8}\n")
 OWNER_BEGIN = b"process "
-# What lies in a folder that a save wrote; .nfs* are deleted files that somebody has open.
+# Files of a save; .nfs* are deleted files that a process has open.
 SAVED = re.compile(r"index\.json|latest|(rank|part)_\d{5,}\.safetensors|\.nfs\w+")
 
 
 class TakenOver(CheckpointError):
-    """Another run saves in this directory now. status: of the process, which no supervisor is to start again."""
+    """Another run saves in this directory now. status: with it a process ends, and no supervisor starts it again."""
 
     status = TAKEN
 
 
-ERRORS = TakenOver, CheckpointError  # that ranks tell each other
+ERRORS = TakenOver, CheckpointError  # that ranks send to each other
 
 
 def checkpoints(directory: Path) -> dict[int, Path]:
@@ -60,8 +60,8 @@ def checkpoints(directory: Path) -> dict[int, Path]:
     return {step: path for step, path in _named(directory).items() if any(map(SAVED.fullmatch, _names(path)))}
 
 
-def in_the_way(directory: Path, after: int, until: int) -> Path | None:
-    """Find what would keep one of these steps from being saved: a folder that only has the name of a checkpoint."""
+def foreign_folder(directory: Path, after: int, until: int) -> Path | None:
+    """Find a folder that has the name of a checkpoint of one of these steps, but holds files that no save wrote."""
     steps = _named(directory)
     return next((steps[step] for step in steps if after < step <= until and not _is_saved(steps[step])), None)
 
@@ -73,14 +73,14 @@ def _named(directory: Path) -> dict[int, Path]:
 
 
 def _names(folder: Path) -> list[str]:
-    """List the names in a folder; none if it is no folder, or others' alone. Raises OSError if the disk fails."""
+    """List the names in a folder; none if it is no folder, or not readable. Raises OSError if the disk fails."""
     with suppress(FileNotFoundError, NotADirectoryError, PermissionError):  # `glob` ignores what a failing disk raises
         return os.listdir(folder)
     return []
 
 
 def _is_saved(folder: Path) -> bool:
-    """Tell whether a save wrote all that lies in a folder. False for an empty one: anybody may have made it."""
+    """Tell whether a save wrote all files of a folder. False for an empty folder, which a user may have made."""
     names = _names(folder)
     return (
         bool(names)
@@ -91,7 +91,7 @@ def _is_saved(folder: Path) -> bool:
 
 
 def _begins(path: Path, text: bytes) -> bool:
-    """Tell whether a file begins with text, or holds only a part of it, as after a save that was killed."""
+    """Tell whether a file begins with `text`, or is a prefix of it, as a killed save may leave it."""
     with suppress(OSError):
         if stat.S_ISREG(os.lstat(path).st_mode):
             with open(path, "rb") as file:
@@ -102,14 +102,14 @@ def _begins(path: Path, text: bytes) -> bool:
 def newest(directory: Path) -> Path | None:
     """Return the checkpoint that `latest` names; without a `latest` that of the highest step; None if there is none.
 
-    One whose save was killed in the midst of replacing it is put in its place.
+    If a save was killed while it replaced this checkpoint, the replacement is completed first.
     Raises CheckpointError if `latest` is damaged or cannot be read, or what it names is missing.
     """
     pointer = directory / "latest"
     with disk_errors(pointer):
         try:
             size_of(pointer)
-        except (FileNotFoundError, NotADirectoryError):  # the first save was killed, or somebody copied folders only
+        except (FileNotFoundError, NotADirectoryError):  # the first save was killed, or a user copied folders only
             return next(reversed(checkpoints(directory).values()), None)
         with open(pointer, "rb") as file:
             text = file.read(256).decode(errors="replace")
@@ -124,23 +124,23 @@ def newest(directory: Path) -> Path | None:
 
 
 def _finish(folder: Path) -> None:
-    """Put a checkpoint in its place whose save was killed between the two renames that replace an older one by it."""
+    """Complete a save that was killed between the two renames by which it replaces an older checkpoint."""
     for whole in map(folder.with_name, filter(TEMPORARY.fullmatch, _names(folder.parent))):
-        # Until it is committed it holds the `latest` to be, written after all else; what it replaces no longer does.
+        # A complete save holds the next `latest` until it is committed; the checkpoint that it replaces holds none.
         if whole.stem == folder.name and (whole / "latest").is_file() and not folder.exists():
             with suppress(FileNotFoundError):  # all ranks try
                 os.rename(whole, folder)
 
 
 def make_writable(directory: Path) -> None:
-    """Make the directory if it does not exist, and try what a save does. Raises CheckpointError."""
+    """Make the directory if it does not exist, and try the operations of a save in it. Raises CheckpointError."""
     with disk_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
         _check_pointer(directory / "latest")
         (probe := directory / f"probe.tmp-{secrets.token_hex(4)}").mkdir()
         (probe / files.INDEX).touch()
-        fix = "as every save has to; use a disk, or a bucket with a hierarchical namespace"
-        line = lambda e: f"checkpoint.dir={directory}: folders cannot be renamed ({e.strerror}), {fix}"
+        fix = "which every save does; use a disk, or a bucket with a hierarchical namespace"
+        line = lambda e: f"{directory}: folders cannot be renamed ({e.strerror}), {fix}"
         with errors_as(CheckpointError, line, OSError):
             _remove(probe)
 
@@ -150,16 +150,16 @@ def _check_pointer(pointer: Path) -> None:
     if os.path.lexists(pointer):
         with open(pointer if _begins(pointer, b"") else os.devnull, "rb") as file:
             if not POINTER.fullmatch(file.read(64).decode(errors="replace")):
-                fix = "move it away, or use another checkpoint.dir"
+                fix = "move it away, or save in another directory"
                 raise CheckpointError(f"{pointer} is damaged, or not minitron's, and a save would replace it; {fix}")
 
 
 def claim(directory: Path) -> str:
     """Take a directory over. Returns its new owner, as "7-5e0c91d2", for `begin` and `commit`. Raises CheckpointError.
 
-    Each owner is a file of its own name: a mount may remember for long what was in a file, but lists folders anew.
-    The number says who came last. The rest tells apart who came at the same instant, or before somebody emptied the
-    directory, where numbers begin again.
+    Each owner is a file with a name, since a mount may cache the content of a file, but not the names in a folder. The
+    number tells which run came last. The rest distinguishes runs that start at the same instant, or with the same
+    number because a user has emptied the directory in between.
     """
     make_writable(directory)
     with disk_errors(directory):
@@ -168,12 +168,12 @@ def claim(directory: Path) -> str:
         about = f"process {os.getpid()} on {socket.gethostname()}, started {datetime.now():%Y-%m-%d %H:%M:%S}"
         try:
             (directory / f"owner.{owner}").write_text(about)
-        except OSError:  # a full disk: an owner that never ran would stop the one that does
+        except OSError:  # a full disk: the file of a run that never began would stop the one that saves
             (directory / f"owner.{owner}").unlink(missing_ok=True)
             raise
         for _, name in before:
             if _begins(path := directory / f"owner.{name}", OWNER_BEGIN):
-                with suppress(OSError):  # the last one counts
+                with suppress(OSError):  # it does not matter, as the last file counts
                     path.unlink()
     return owner
 
@@ -184,24 +184,25 @@ def _owners(directory: Path) -> list[tuple[int, str]]:
 
 
 def check_owner(directory: Path, owner: str | None) -> None:
-    """Raise TakenOver if the directory has another owner. None, as a tool passes, is not checked.
+    """Raise TakenOver if the directory has another owner. owner: None, as a tool passes, is not checked.
 
-    The last file counts that is ours and not empty: a run that is killed while it claims a directory leaves it empty.
+    The last non-empty file counts: a run that is killed while it claims a directory leaves its file empty.
     """
     with disk_errors(directory):
         for _, name in reversed(_owners(directory) if owner is not None else []):
             if name == owner:
                 return
             path = directory / f"owner.{name}"
-            if _begins(path, OWNER_BEGIN) and (newest := path.read_text(errors="replace")):
-                fix = "only one run at a time can save there: end one of them, or give it another"
-                raise TakenOver(f"checkpoint.dir={directory} was taken over by {newest}; {fix}")
+            if _begins(path, OWNER_BEGIN) and (other := path.read_text(errors="replace")):
+                fix = "only one run at a time can save there: end one of them, or give it another directory"
+                raise TakenOver(f"{directory} was taken over by {other}; {fix}")
 
 
 def begin(directory: Path, iteration: int, num_bytes: int, owner: str | None = None, token: str = "") -> Path:
-    """Make a temporary folder for a save; delete those of killed ones. CheckpointError without room for num_bytes.
+    """Make a temporary folder for a save of num_bytes, and delete those of killed saves.
 
-    token: eight hex digits that the folder's name ends with; by default random ones.
+    token: eight hex digits at the end of the folder's name; by default random ones. Raises CheckpointError, also if the
+    disk has not num_bytes free.
     """
     make_writable(directory)
     with disk_errors(directory):
@@ -210,11 +211,11 @@ def begin(directory: Path, iteration: int, num_bytes: int, owner: str | None = N
             if _is_saved(stale):
                 _remove(stale)
             with suppress(OSError):
-                stale.rmdir()  # of a save that had not begun to write: it removes empty folders alone
+                stale.rmdir()  # of a save that was killed before it wrote; rmdir removes empty folders only
         free = shutil.disk_usage(directory).free
         if free < num_bytes:
             needs = f"{free / 1e6:.0f} MB free and a save needs {num_bytes / 1e6:.0f} MB"
-            raise CheckpointError(f"{directory} has {needs}; free some, or lower checkpoint.keep")
+            raise CheckpointError(f"{directory} has {needs}; free some")
         temporary = directory / f"{STEP_NAME(iteration)}.tmp-{token or secrets.token_hex(4)}"
         temporary.mkdir()
     return temporary
@@ -226,23 +227,23 @@ def commit(
     """Make a filled temporary folder the newest checkpoint. Returns its index's checksum. Raises CheckpointError.
 
     changing, tensors: the two parts of the index (`write_index`). keep: how many of the run's checkpoints stay, 0: all.
-    after: the iteration of its save before this one, or that it went on from. What lies between the two it has left by
-    going back: they do not count, and go. What lies beyond this one stays for now.
+    after: the iteration of its save before this one, or of the checkpoint that it resumed. Checkpoints between the two
+    are from before the run went back: they do not count, and are deleted. Later ones stay for now.
     """
     directory, folder = temporary.parent, temporary.with_name(temporary.name.split(".")[0])
-    iteration = int(STEP.fullmatch(folder.name)[1])
+    iteration = int(folder.name.removeprefix("step_"))
     with disk_errors(directory):
-        mark = files.write_index(temporary, changing, tensors)
+        index_checksum = files.write_index(temporary, changing, tensors)
         files.write_file(temporary / "latest", [_pointer(folder.name).encode()])
         _sync(temporary)
         check_owner(directory, owner)
         if os.path.lexists(folder) and not _is_saved(folder):
-            raise CheckpointError(f"{folder} is in the way: it holds what no save wrote; move it away")
-        replaced = _hide(folder)  # if it is there, of a run that went back to before it
+            raise CheckpointError(f"{folder} is in the way: it holds files that no save wrote; move it away")
+        replaced = _hide(folder)  # it exists if the run went back to before this step
         try:
             os.rename(temporary, folder)
         except OSError:
-            with suppress(OSError):  # a start finishes what a kill leaves here, but not what the disk has refused
+            with suppress(OSError):  # the next start completes what a kill leaves here, but not a rename that failed
                 os.rename(replaced, folder)
             raise
         _sync(directory)
@@ -255,7 +256,7 @@ def commit(
             for step in passed.keys() - set(ours[-keep:]):
                 if _is_saved(passed[step]):
                     _remove(passed[step])
-    return mark
+    return index_checksum
 
 
 def _remove(folder: Path) -> None:
@@ -263,7 +264,7 @@ def _remove(folder: Path) -> None:
 
 
 def _hide(folder: Path) -> Path:
-    """Rename what is to be removed, so that no half of it is ever taken for a checkpoint, nor committed as one."""
+    """Rename a folder before it is removed, so that a half of it is never taken for a checkpoint, nor committed."""
     hidden = folder.with_name(f"{folder.name.split('.')[0]}.tmp-{secrets.token_hex(4)}")
     with suppress(FileNotFoundError):
         os.rename(folder, hidden)

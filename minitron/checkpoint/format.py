@@ -32,11 +32,12 @@ from functools import partial
 from itertools import chain
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from minitron.checkpoint.boxes import Piece
+from minitron.checkpoint.boxes import TensorShard
 from minitron.checkpoint.checksum import crc32
 from minitron.config.files import errors_as, parse_json, read_bytes, size_of
 from minitron.kernels.gemm import DTYPES
@@ -55,7 +56,7 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be written or read: one line that names the file."""
 
 
-def disk_errors(path: Path) -> AbstractContextManager:
+def disk_errors(path: Path) -> AbstractContextManager[None]:
     """Turn an OSError inside into a CheckpointError that names the file."""
     return errors_as(CheckpointError, lambda e: f"{e.filename or path}: {(e.strerror or str(e)).lower()}", OSError)
 
@@ -69,28 +70,29 @@ def file_size(path: Path) -> int:
 # ---- the index -------------------------------------------------------------------------------------------------------
 
 
-def describe(file: str, pieces: Sequence[Piece]) -> list[Description]:
+def describe(file: str, shards: Sequence[TensorShard]) -> list[Description]:
     """Describe the boxes that `write_shard` writes to a file of this name, for the index."""
-    places = [
-        {"file": file, "key": _key(n, p), "start": p.start, "shape": p.tensor.shape} for n, p in enumerate(pieces)
-    ]
-    return [(p.name, p.whole, p.kind, NAMES[p.tensor.dtype], json.dumps(x)) for p, x in zip(pieces, places)]
+    described: list[Description] = []
+    for n, x in enumerate(shards):
+        place = {"file": file, "key": _key(n, x), "start": x.start, "shape": x.tensor.shape}
+        described.append((x.name, x.global_shape, x.kind, NAMES[x.tensor.dtype], json.dumps(place)))
+    return described
 
 
 def index_tensors(files: Iterable[Iterable[Description]]) -> bytes:
     """Join the descriptions of all files to the index's "tensors". They depend on the layout alone, not on the step."""
     tensors: dict[str, tuple[Sequence[int], dict[str, tuple[str, list[str]]]]] = {}
-    for name, whole, kind, dtype, place in chain.from_iterable(files):
-        kinds = tensors.setdefault(name, (whole, {}))[1]
+    for name, global_shape, kind, dtype, place in chain.from_iterable(files):
+        kinds = tensors.setdefault(name, (global_shape, {}))[1]
         kinds.setdefault(kind, (dtype, []))[1].append(place)
     texts = []
-    for name, (whole, kinds) in tensors.items():
+    for name, (global_shape, kinds) in tensors.items():
         parts = (f'"{k}": {{"dtype": "{dtype}", "boxes": [{", ".join(x)}]}}' for k, (dtype, x) in kinds.items())
-        texts.append(f'{json.dumps(name)}: {{"shape": {json.dumps(whole)}, "kinds": {{{", ".join(parts)}}}}}')
+        texts.append(f'{json.dumps(name)}: {{"shape": {json.dumps(global_shape)}, "kinds": {{{", ".join(parts)}}}}}')
     return f"{{{', '.join(texts)}}}".encode()
 
 
-def index_bytes(about: dict, files: dict) -> bytes:
+def index_bytes(about: dict[str, Any], files: dict[str, Any]) -> bytes:
     """Encode what changes from save to save: `about`, and the record of each file."""
     return json.dumps({**FORMAT, **about, "files": files})[1:-1].encode()
 
@@ -98,18 +100,20 @@ def index_bytes(about: dict, files: dict) -> bytes:
 def write_index(folder: Path, changing: bytes, tensors: bytes) -> str:
     """Write index.json of `index_bytes` and `index_tensors`. Return its checksum. Raises OSError."""
     body = b"".join([changing, b', "tensors": ', tensors, b"}"])
-    write_file(folder / INDEX, [INDEX_BEGIN + f'{(mark := checksum(body))}",\n'.encode(), body])
-    return mark
+    write_file(folder / INDEX, [INDEX_BEGIN + f'{(found := checksum(body))}",\n'.encode(), body])
+    return found
 
 
-def read_index(path: Path) -> dict:
+def read_index(path: Path) -> dict[str, Any]:
     """Read an index; check its checksum, format and version. Raises CheckpointError; ValueError for bad JSON."""
     with disk_errors(path):
         first, _, body = read_bytes(path, INDEX_BYTES).partition(b"\n")
-    mark = checksum(body)
-    if first.decode(errors="replace") != f'{{"checksum": "{mark}",':
-        raise CheckpointError(f"{path} is damaged, or no index of minitron: its first line is no checksum of the rest")
-    index = parse_json(b"{" + body) | {"checksum": mark}
+    index_checksum = checksum(body)
+    if first.decode(errors="replace") != f'{{"checksum": "{index_checksum}",':
+        raise CheckpointError(
+            f"{path} is damaged, or no index of minitron: its first line is not the checksum of the rest"
+        )
+    index = parse_json(b"{" + body) | {"checksum": index_checksum}
     if (found := {key: index.get(key) for key in FORMAT}) != FORMAT:
         raise CheckpointError(f"{path} is of {found}, and this code reads {FORMAT}; use the minitron that wrote it")
     return index
@@ -118,19 +122,19 @@ def read_index(path: Path) -> dict:
 # ---- safetensors -----------------------------------------------------------------------------------------------------
 
 
-def write_shard(path: Path, pieces: Sequence[Piece]) -> dict:
+def write_shard(path: Path, shards: Sequence[TensorShard]) -> dict[str, Any]:
     """Write boxes as one safetensors file and wait until it is on the disk. Raises CheckpointError.
 
     Returns the file's record in the index, by its name.
     """
-    entries = [(_key(n, piece), piece.tensor.dtype, piece.tensor.shape) for n, piece in enumerate(pieces)]
+    entries = [(_key(n, shard), shard.tensor.dtype, shard.tensor.shape) for n, shard in enumerate(shards)]
     with disk_errors(path):
-        return {path.name: write_file(path, [header(entries), *(piece.tensor for piece in pieces)])}
+        return {path.name: write_file(path, chain([header(entries)], (_bytes(shard.tensor) for shard in shards)))}
 
 
-def _key(number: int, piece: Piece) -> str:
+def _key(number: int, shard: TensorShard) -> str:
     """Name a box in its file."""
-    return f"{piece.kind}:{piece.name}:{number}"
+    return f"{shard.kind}:{shard.name}:{number}"
 
 
 def header(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], **metadata: str) -> bytes:
@@ -138,7 +142,8 @@ def header(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], **metadata
 
     By hand, since the library wants all tensors at once: eight bytes of length, then JSON, padded to align the data.
     """
-    entries, end = {"__metadata__": metadata} if metadata else {}, 0
+    entries: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    end = 0
     for name, dtype, shape in tensors:
         begin, end = end, end + prod(shape) * dtype.itemsize
         entries[name] = {"dtype": STORED[dtype], "shape": list(shape), "data_offsets": [begin, end]}
@@ -147,24 +152,26 @@ def header(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], **metadata
     return struct.pack("<Q", len(text)) + text
 
 
-def write_file(path: Path, parts: Iterable[bytes | Tensor]) -> dict:
+def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> dict[str, Any]:
     """Write a file and wait until it is on the disk. Returns its record in the index."""
     with open(path, "wb") as file:
 
         def written() -> Iterator[Callable[[], memoryview]]:
-            for part in parts:
-                if isinstance(part, Tensor):
-                    part = part.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-                whole = memoryview(part)
-                for begin in range(0, len(whole), BLOCK_BYTES):
-                    block = whole[begin : begin + BLOCK_BYTES]
+            for part in map(memoryview, parts):
+                for begin in range(0, len(part), BLOCK_BYTES):
+                    block = part[begin : begin + BLOCK_BYTES]
                     file.write(block)
-                    yield partial(memoryview, block)
+                    yield partial(block.cast, "B")
 
         crc = crc32(written())
         file.flush()
         os.fsync(file.fileno())
         return {"bytes": file.tell(), "checksum": f"{crc:08x}", "algorithm": "crc32"}
+
+
+def _bytes(x: Tensor) -> memoryview:
+    """Return the bytes of a tensor in host memory, a view if it is there."""
+    return x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def checksum(data: bytes) -> str:

@@ -1,8 +1,8 @@
-"""An open checkpoint: any box of any tensor, put together from the boxes that were saved.
+"""Read any box of any tensor of a checkpoint from the boxes that were saved.
 
-Opening reads the index alone and checks all of it, for it may come from anywhere: names, counts, and that the boxes of
-each tensor hold every element once. The index of a local save lists the boxes of one node: then what is read is
-checked. A file is mapped only while it is read.
+Opening reads the index only, and checks all of it, since a checkpoint may come from anywhere: names, counts, and that
+the boxes of each tensor hold every element once. The index of a local save lists the boxes of one node: there, each box
+that is read is checked. A file is mapped only while it is read.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,16 +36,16 @@ COUNTERS = ("optimizer_steps", "clean_steps", "loss_tolerance")  # of `state`; t
 
 
 class Reader:
-    """An open checkpoint: its folder, or a directory of checkpoints, then the newest of them.
+    """An open checkpoint. path: its folder, or a directory of checkpoints, of which the newest is opened.
 
-    Opening reads the index alone, and checks all of it; `verify` checks the files. Attributes: path, iteration,
-    consumed_samples, config, layout, state and files as in the index; mark, its checksum. Raises CheckpointError.
-    facts: what `facts` returned where the index was read; the index is then neither opened nor checked again.
+    facts: of a Reader of this checkpoint on another rank; the index is then neither opened nor checked again.
+    Attributes: path, index, iteration, consumed_samples, config, layout, state and files as in the index;
+    index_checksum. `verify` checks the files. Raises CheckpointError.
     """
 
     note = ""
 
-    def __init__(self, path: str | os.PathLike, facts: dict | None = None):
+    def __init__(self, path: str | os.PathLike[str], facts: dict[str, Any] | None = None):
         self.path = Path(os.path.expanduser(path))
         if facts is None and not STEP.fullmatch(self.path.name):
             self.path = newest(self.path) or self.path
@@ -54,7 +55,7 @@ class Reader:
             self.iteration, self.consumed_samples = _counts(index["iteration"], index["consumed_samples"])
             self.config, self.layout, self.state = (_mapping(index, part) for part in ("config", "layout", "state"))
             self.files, self._tensors = _mapping(index, "files"), _mapping(index, "tensors")
-            self.mark = index["checksum"]
+            self.index_checksum = index["checksum"]
             self._index = index | {"path": str(self.path)}
             if facts is None:
                 self._check_head()
@@ -64,16 +65,92 @@ class Reader:
         except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
             raise CheckpointError(f"{self.index} is not as version 1 has it: {repr(error)[:200]}") from error
 
-    def parts(self) -> tuple[str, Reader]:
-        """As Weights has it."""
-        return "", self
+    def names(self) -> list[str]:
+        return list(self._tensors)
 
-    def facts(self) -> dict:
-        """Return the index for another rank's Reader: each tensor's part is a text, parsed there when it is needed."""
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the whole tensor."""
+        return tuple(self._tensor(name)["shape"])
+
+    def kinds(self, name: str) -> list[str]:
+        """List the kinds that are stored of a tensor; none of an unknown one."""
+        return list(self._tensor(name)["kinds"]) if name in self._tensors else []
+
+    def dtype(self, name: str, kind: str) -> torch.dtype:
+        return DTYPES[self._tensor(name)["kinds"][kind]["dtype"]]
+
+    def read(self, name: str, kind: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Read any box of a tensor, on the CPU and in the dtype it was saved in, from the boxes that it meets.
+
+        `verify` checks the bytes of the files, this method does not. A file is mapped only while it is read, because
+        its pages count as memory of this process. Raises CheckpointError.
+        """
+        wanted = Box(tuple(start), tuple(shape))
+        assert all(first + size <= whole for first, size, whole in zip(*wanted, self.shape(name), strict=True))
+        result = torch.empty(wanted.shape, dtype=self.dtype(name, kind))
+        for file, group in groupby(self._overlaps(name, kind, wanted), itemgetter(0)):
+            self._read_boxes(self.path / file, [found[1:] for found in group], wanted, result)
+        return result
+
+    def verify(self, files: Iterable[str] | None = None) -> None:
+        """Check size and checksum of these files, by default all. Raises CheckpointError naming the first bad one."""
+        for name in self.files if files is None else files:
+            path, saved = self.path / name, self.files[name]
+            size, buffers = file_size(path), threading.local()
+            if size != saved["bytes"]:
+                raise CheckpointError(f"{path} is damaged: {size} bytes instead of {saved['bytes']}")
+            blocks = (partial(_block, path, begin, buffers) for begin in range(0, size, BLOCK_BYTES))
+            with disk_errors(path):
+                checksum = f"{crc32(blocks):08x}"
+            if checksum != saved["checksum"]:
+                raise CheckpointError(f"{path} is damaged: its checksum is {checksum} instead of {saved['checksum']}")
+
+    def files_of(self, name: str, kind: str, box: Box) -> set[str]:
+        """Return the files that hold elements of a box. Raises CheckpointError unless they hold each element once."""
+        return {file for file, *_ in self._overlaps(name, kind, box)}
+
+    def facts(self) -> dict[str, Any]:
+        """Return the index for a Reader on another rank, which parses the text of a tensor when it first needs it."""
         return self._index | {"tensors": {name: json.dumps(self._tensor(name)) for name in self._tensors}}
 
+    def parts(self) -> tuple[str, Reader]:
+        """Return no text and this checkpoint, as `Weights.parts` has it."""
+        return "", self
+
+    def _read_boxes(self, path: Path, found: list[tuple[str, Box, Box]], wanted: Box, result: Tensor) -> None:
+        """Copy what `wanted` has in common with each (key, box) of a file."""
+        file_size(path)
+        # safetensors maps a file by torch, which raises RuntimeError, for example if the file was just deleted.
+        kinds = SafetensorError, OSError, RuntimeError
+        with errors_as(CheckpointError, lambda error: f"{path} cannot be read: {error}", *kinds):
+            with safe_open(path, framework="pt") as opened:
+                for key, stored, common in found:
+                    part = opened.get_slice(key)
+                    if (part.get_dtype(), tuple(part.get_shape())) != (STORED[result.dtype], stored.shape):
+                        raise CheckpointError(f"{path}: {key} is not of the dtype and shape that index.json says")
+                    result[common.within(wanted)] = part[common.within(stored)]
+
+    def _overlaps(self, name: str, kind: str, box: Box) -> list[tuple[str, str, Box, Box]]:
+        """List (file, key, stored box, what it has in common with `box`). Raises as `files_of` does."""
+        boxes = self._boxes(name, kind) if kind in self.kinds(name) else ()
+        found = [(*stored, common) for stored in boxes if (common := stored[2].meet(box))]
+        inside = [Box(tuple(s - o for s, o in zip(common.start, box.start)), common.shape) for *_, common in found]
+        if 0 not in box.shape and not covers(box.shape, inside):
+            raise CheckpointError(f"{self.index} does not list all that this rank needs of {kind} of {name}")
+        return found
+
+    def _tensor(self, name: str) -> dict[str, Any]:
+        """Return the index's part of a tensor."""
+        if isinstance(found := self._tensors[name], str):
+            found = self._tensors[name] = json.loads(found)
+        return found
+
+    def _boxes(self, name: str, kind: str) -> Iterator[tuple[str, str, Box]]:
+        for box in self._tensor(name)["kinds"][kind]["boxes"]:
+            yield box["file"], box["key"], Box(tuple(box["start"]), tuple(box["shape"]))
+
     def _check_head(self) -> None:
-        """Check all but the tensors. Raises ValueError, and whatever wrong types raise."""
+        """Check all but the tensors. Raises ValueError, or for wrong types other errors."""
         folder = STEP.fullmatch(self.path.name)
         if folder and int(folder[1]) != self.iteration:
             fix = "give it its old name back, or the index.json of its safetensors"
@@ -101,7 +178,7 @@ class Reader:
                 raise CheckpointError(f"{self.index}: {file!r} is no file beside it with a crc32 checksum")
 
     def _check_tensors(self) -> None:
-        """Check every box. Raises ValueError, and whatever wrong types raise."""
+        """Check every box. Raises ValueError, or for wrong types other errors."""
         used: set[tuple[str, str]] = set()
         for name in self._tensors:
             whole = self.shape(name)
@@ -122,82 +199,6 @@ class Reader:
                         raise CheckpointError(f"{self.index}: two boxes are {key!r} of {file}")
                     used.add((file, key))
 
-    def names(self) -> list[str]:
-        return list(self._tensors)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the whole tensor."""
-        return tuple(self._tensor(name)["shape"])
-
-    def kinds(self, name: str) -> list[str]:
-        """List the kinds that are stored of a tensor; none of an unknown one."""
-        return list(self._tensor(name)["kinds"]) if name in self._tensors else []
-
-    def dtype(self, name: str, kind: str) -> torch.dtype:
-        return DTYPES[self._tensor(name)["kinds"][kind]["dtype"]]
-
-    def files_of(self, name: str, kind: str, box: Box) -> set[str]:
-        """Return the files that hold elements of a box. Raises CheckpointError unless they hold each of them once."""
-        return {file for file, *_ in self._overlaps(name, kind, box)}
-
-    def _overlaps(self, name: str, kind: str, box: Box) -> list[tuple[str, str, Box, Box]]:
-        """List (file, key, stored box, what it has in common with `box`). Raises as `files_of` does."""
-        boxes = self._boxes(name, kind) if kind in self.kinds(name) else ()
-        found = [(*stored, common) for stored in boxes if (common := stored[2].meet(box))]
-        inside = [Box(tuple(s - o for s, o in zip(common.start, box.start)), common.shape) for *_, common in found]
-        if 0 not in box.shape and not covers(box.shape, inside):
-            raise CheckpointError(f"{self.index} does not list all that this rank needs of {kind} of {name}")
-        return found
-
-    def read(self, name: str, kind: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Read any box of a tensor, on the CPU and in the dtype it was saved in, from the boxes that it meets.
-
-        It trusts the bytes of the files, which `verify` checks. A file is mapped only while it is read: its pages count
-        as memory of this process. Raises CheckpointError.
-        """
-        wanted = Box(tuple(start), tuple(shape))
-        assert all(first + size <= whole for first, size, whole in zip(*wanted, self.shape(name), strict=True))
-        result = torch.empty(wanted.shape, dtype=self.dtype(name, kind))
-        for file, group in groupby(self._overlaps(name, kind, wanted), itemgetter(0)):
-            self._read_boxes(self.path / file, [found[1:] for found in group], wanted, result)
-        return result
-
-    def _read_boxes(self, path: Path, found: list[tuple[str, Box, Box]], wanted: Box, result: Tensor) -> None:
-        """Copy what `wanted` has in common with each (key, box) of a file."""
-        file_size(path)
-        # torch, by which safetensors maps a file, raises RuntimeError: of one that has just been deleted, for instance.
-        kinds = SafetensorError, OSError, RuntimeError
-        with errors_as(CheckpointError, lambda error: f"{path} cannot be read: {error}", *kinds):
-            with safe_open(path, framework="pt") as opened:
-                for key, stored, common in found:
-                    part = opened.get_slice(key)
-                    if (part.get_dtype(), tuple(part.get_shape())) != (STORED[result.dtype], stored.shape):
-                        raise CheckpointError(f"{path}: {key} is not of the dtype and shape that index.json says")
-                    result[common.within(wanted)] = part[common.within(stored)]
-
-    def verify(self, files: Iterable[str] | None = None) -> None:
-        """Check size and checksum of these files, by default all. Raises CheckpointError naming the first bad one."""
-        for name in self.files if files is None else files:
-            path, saved = self.path / name, self.files[name]
-            size, buffers = file_size(path), threading.local()
-            if size != saved["bytes"]:
-                raise CheckpointError(f"{path} is damaged: {size} bytes instead of {saved['bytes']}")
-            blocks = (partial(_block, path, begin, buffers) for begin in range(0, size, BLOCK_BYTES))
-            with disk_errors(path):
-                checksum = f"{crc32(blocks):08x}"
-            if checksum != saved["checksum"]:
-                raise CheckpointError(f"{path} is damaged: its checksum is {checksum} instead of {saved['checksum']}")
-
-    def _tensor(self, name: str) -> dict:
-        """Return the index's part of a tensor."""
-        if isinstance(found := self._tensors[name], str):
-            found = self._tensors[name] = json.loads(found)
-        return found
-
-    def _boxes(self, name: str, kind: str) -> Iterator[tuple[str, str, Box]]:
-        for box in self._tensor(name)["kinds"][kind]["boxes"]:
-            yield box["file"], box["key"], Box(tuple(box["start"]), tuple(box["shape"]))
-
 
 def _block(path: Path, begin: int, buffers: threading.local) -> memoryview:
     """Read a block into this thread's buffer, which its next one overwrites."""
@@ -206,20 +207,20 @@ def _block(path: Path, begin: int, buffers: threading.local) -> memoryview:
     with open(path, "rb", buffering=0) as file:
         file.seek(begin)
         end = 0
-        while count := file.readinto(buffers.block[end:]):  # a network's file system may give less than asked for
+        while count := file.readinto(buffers.block[end:]):  # a network file system may return fewer bytes
             end += count
     return buffers.block[:end]
 
 
-def _counts(*values: object) -> tuple[int, ...]:
-    """Raise ValueError for a value that is no count: JSON knows floats, truth values, and numbers of any size."""
+def _counts(*values: Any) -> tuple[int, ...]:
+    """Raise ValueError for a value that is no count: JSON has floats, booleans, and numbers of any size."""
     for value in values:
         if type(value) is not int or not 0 <= value < MAX_COUNT:
             raise ValueError(f"{str(value)[:40]} is no count")
     return values
 
 
-def _mapping(parent: dict, name: str, path: str = "") -> dict:
+def _mapping(parent: dict[str, Any], name: str, path: str = "") -> dict[str, Any]:
     if not isinstance(parent[name], dict):
         raise ValueError(f"{path}{name} is no object")
     return parent[name]

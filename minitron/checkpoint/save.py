@@ -1,63 +1,54 @@
-"""Save a run while it trains: what goes into a checkpoint, and how it gets there.
+"""Save a run while it trains.
 
-Problem: to write the state of a large model takes longer than many steps. The idea: copy it to the host beside the next
-step, and let a thread write the copy. The state is the optimizer's (float32 masters and moments, of which every rank
-holds slices), fp16's loss scale and the FP8 histories. No more is needed: parameters are rounded or cast masters,
-dropout hashes counters, and the order of the data follows from the data and the samples consumed.
+Problem: writing the state of a large model takes longer than many steps. The idea: copy it to host memory while the
+next step runs, and let a thread write the copy. state.py lists what the state consists of.
 
     step 20 | step 21: forward, backward | update | step 22 ...     only an update overwrites the optimizer's state, so
-            |- copy, 12 bytes a parameter -|                        it alone waits for the copy. There is one: a save
-                         thread            |- files -|- rename -|   that comes too soon waits for the one before
+            |- copy, 12 bytes a parameter -|                        it alone waits for the copy. There is one copy: a
+                         thread            |- files -|- rename -|   save that comes too soon waits for the one before
 
 At 50 GB/s the 12 bytes of a parameter are copied in 0.24 ns. At 650 TFLOP/s its 6 operations a token take as long for
 26,000 tokens: a larger global batch hides the whole copy, in any layout. What the next step changes sooner (FP8
-histories, loss scale, step count) is tiny and copied before it begins. The host's memory is taken at the start: 12
-bytes for each parameter whose state the rank holds (96 GB for 8 billion of them on one GPU), page-locked where a GPU is
-to write to it on its own.
+histories, loss scale, step count) is tiny and copied before it begins. The host memory is allocated at the start: 12
+bytes for each parameter whose state the rank holds (96 GB for 8 billion of them on one GPU). The buffer is pinned if a
+GPU copies into it.
 
 All ranks write, and nothing twice: of a parameter that is replicated over tp or tied between stages only the first copy
-is written. The threads agree (comm/agree.py) apart from the collectives of training: rank 0 makes the
-folder, every rank reports what it wrote or what went wrong, and rank 0 commits or clears up. What the index says of
-tensors follows from the layout: it is put together once, and a save adds its step and checksums. So a failing disk
-costs a checkpoint and a line in the log, not the run. A run whose directory was taken over by another one saves once
-more, in a folder aside, and ends. When saves are due is cadence.py's; those on the nodes' own disks are local.py's.
+is written. The threads agree (comm/agree.py) apart from the collectives of training; destination.py has the protocol. A
+failing disk costs a checkpoint and a line in the log, not the run. A run whose directory was taken over by another one
+saves once more, in a folder beside it, and ends. interval.py decides when a save is due.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-import shutil
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
-from math import prod
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from minitron.checkpoint.boxes import Piece, boxes_of_range, to_global, whole_shape
-from minitron.checkpoint.cadence import Cadence
+from minitron.checkpoint.boxes import TensorShard
 from minitron.checkpoint.checksum import THREADS
-from minitron.checkpoint.directory import ERRORS, STEP_NAME, TakenOver, begin, check_owner, claim, commit
-from minitron.checkpoint.format import CheckpointError, Description, describe, index_bytes, index_tensors, write_shard
-from minitron.checkpoint.local import LocalSaves
+from minitron.checkpoint.destination import Destination
+from minitron.checkpoint.directory import ERRORS, STEP_NAME, TakenOver, claim
+from minitron.checkpoint.format import CheckpointError
+from minitron.checkpoint.interval import SaveInterval
+from minitron.checkpoint.state import State, tensor_shards
 from minitron.config.schema import Config
-from minitron.kernels.fp8 import Fp8Gemm
-from minitron.model.gpt import GPT, Head
-from minitron.optim.buckets import Gradients
-from minitron.optim.rerun import Rerun
-from minitron.optim.scaler import LossScaler
-from minitron.optim.zero1 import Zero1Optimizer
-from minitron.parallel.linear import ParallelLinear
-from minitron.runtime.log import Iteration, Log
+from minitron.runtime.log import Log
+from minitron.runtime.log_formats import Iteration
 from minitron.runtime.meter import Mark, Pause, Stall
+
+LOCAL_KEEP = 2  # the newest local save may be missing on a node that was lost while it was written
 
 
 class Exporter(Protocol):
@@ -68,126 +59,68 @@ class Exporter(Protocol):
     def close(self, stopped: int) -> None: ...
 
 
-class State(NamedTuple):
-    """The parts of a trainer that have a state."""
-
-    chunks: Sequence[GPT]
-    optimizer: Zero1Optimizer
-    scaler: LossScaler
-    base: str | None = None  # fingerprint of frozen weights, which are not saved
-    rerun: Rerun | None = None
-
-    def slices(self) -> dict[str, list[Tensor]]:
-        """Map each kind to one flat slice per bucket."""
-        o = self.optimizer
-        return {"master": o.masters, "exp_avg": o.exp_avg, "exp_avg_sq": o.exp_avg_sq}
-
-    def scalars(self) -> dict[str, Tensor]:
-        """Map names in the index to 0-d tensors, the same on every rank."""
-        return {"optimizer_steps": self.optimizer.steps, **self.scaler.state()}
-
-    def facts(self) -> dict:
-        """Map names in the index to what the host knows, the same on every rank."""
-        return {"base": self.base} | ({} if self.rerun is None else {"rerun": self.rerun.state()})
-
-    @staticmethod
-    def histories(chunk: GPT) -> Iterator[Piece]:
-        """Yield the chunk's FP8 magnitudes by layer: views, the same on every rank of tp and dp_cp."""
-        for name, module in chunk.named_modules():
-            gemm = module.linear.gemm if isinstance(module, (ParallelLinear, Head)) else None
-            if isinstance(gemm, Fp8Gemm) and gemm.history is not None:
-                yield Piece(name, "fp8_history", tuple(gemm.history.shape), (0, 0), gemm.history)
-
-
-def pieces(gradients: Gradients, slices: Mapping[str, Sequence[Tensor]]) -> Iterator[Piece]:
-    """Yield this rank's slices as boxes of global tensors: views, to copy from or into.
-
-    slices: kind -> one flat tensor per bucket, laid out as the optimizer's; an empty one leaves the bucket out.
-    """
-    for part in gradients.owned():
-        shape, shard, at = tuple(part.param.shape), part.param.spec.shard, 0
-        whole = whole_shape(shape, shard)
-        for box in boxes_of_range(shape, part.offset, part.offset + part.numel):
-            begin, at = at, at + prod(box.shape)
-            for kind, flat in slices.items():
-                if len(flat[part.bucket]):
-                    view = part.of(flat)[begin:at].view(box.shape)
-                    for cut, start in to_global(box, shard):
-                        yield Piece(part.name, kind, whole, start, view[cut.within(box)])
-
-
 class Checkpointer:
-    """Saves a run into checkpoint.dir and checkpoint.local_dir. Make it, `save` and `wait` on all ranks alike.
+    """Saves a run into checkpoint.dir and checkpoint.local_dir. Constructor, `save` and `wait` are collective.
 
-    data: what identifies the order of samples (`Datasets.info`). step: the one after which the run begins. root: step
-    and index checksum of the checkpoint in checkpoint.dir that it descends from; None if there is no parent.
-    Raises CheckpointError, on all ranks: where a host has no memory for the copy, where nothing can be saved, and in
-    `save` and `wait` if another run has taken the directory over.
-
-    saved: the last step that was saved in checkpoint.dir.
+    data: what identifies the order of samples (`Datasets.info`). step: the one after which the run begins.
+    parent_checkpoint: step and index checksum of the checkpoint in checkpoint.dir that the run descends from; None if
+    there is none. Raises CheckpointError, on all ranks, if a host lacks the memory for the copy, if a directory cannot
+    be written, and in `save` and `wait` if another run has taken the directory over.
     """
 
     def __init__(
         self,
         cfg: Config,
         state: State,
-        data: dict,
+        data: dict[str, Any],
         log: Log,
         step: int = 0,
-        root: tuple[int, str] | None = None,
+        parent_checkpoint: tuple[int, str] | None = None,
         exporter: Exporter | None = None,
     ):
-        self.cfg, self.state, self.data, self.log = cfg, state, data, log
-        self.saved, self.root = (step, None) if root is None else root
         c = cfg.checkpoint
-        self.cadence, self.local_cadence = (Cadence(n, c.mtbf_hours, step) for n in (c.every, c.local_every))
+        assert c.dir is not None
+        self.cfg, self.state, self.data, self.log, self.exporter = cfg, state, data, log, exporter
+        self.parent_checkpoint = parent_checkpoint
+        self.interval, self.local_interval = (SaveInterval(n, c.mtbf_hours, step) for n in (c.every, c.local_every))
         self.pauses: list[Stall] = []
         self.mesh = mesh = state.optimizer.gradients.mesh
-        self.file = f"rank_{mesh.rank:05d}.safetensors"
         self.decide = partial(mesh.agreement.decide, errors=ERRORS)
         on_gpu = mesh.device.type == "cuda"
         self.stream = torch.cuda.Stream(mesh.device) if on_gpu else None
-        self.thread = ThreadPoolExecutor(1, "checkpoint", torch.cuda.set_device if on_gpu else None, (mesh.device,))
-        self.running: Future | None = None
+        use_device = partial(torch.cuda.set_device, mesh.device) if on_gpu else None
+        self.thread = ThreadPoolExecutor(1, "checkpoint", use_device)
+        self.running: Future[None] | None = None
         gradients, masters = state.optimizer.gradients, state.optimizer.masters
         sizes = [x.numel() if gradients.counts(b) else 0 for b, x in zip(gradients.buckets, masters, strict=True)]
-        self.directory = Path(cfg.checkpoint.dir).expanduser()
-        self.exporter = exporter
+        directory = Path(c.dir).expanduser()
 
-        def take_memory() -> None:
+        def allocate() -> None:
             self.memory = host_memory(len(state.slices()), sum(sizes), pinned=on_gpu)
 
-        self.owner = self.decide(take_memory, lambda _: claim(self.directory))
+        owner = self.decide(allocate, lambda _: claim(directory))
         self.host = {kind: row.split(sizes) for kind, row in zip(state.slices(), self.memory)}
-        self.pieces = list(pieces(gradients, self.host))
-        self.histories = [piece for chunk in state.chunks for piece in state.histories(chunk)]
-        # They are the same along tp and dp_cp.
-        self.has_histories = mesh.tp.rank == mesh.dp_cp.rank == 0
-        described = describe(self.file, self.pieces + self.histories)
-        boxes, histories = described[: len(self.pieces)], described[len(self.pieces) :]
-        size = sum(piece.tensor.nbytes for piece in self.pieces + self.histories)
-        self.num_bytes, self.tensors = 0, b""  # on rank 0: of all ranks
-
-        def describe_all(ranks: list[tuple[int, list[Description]]]) -> None:
-            self.num_bytes, self.tensors = sum(size for size, _ in ranks), index_tensors(boxes for _, boxes in ranks)
-
-        self.decide(lambda: (size, boxes + histories * self.has_histories), describe_all)
-        self.local = None
+        self.shards = list(tensor_shards(gradients, self.host))
+        self.histories = [shard for chunk in state.chunks for shard in state.histories(chunk)]
+        saved = step if parent_checkpoint is None else parent_checkpoint[0]
+        self.shared = Destination(directory, owner, c.keep, mesh, saved, self.shards, self.histories)
+        self.local: Destination | None = None
         if c.local_dir is not None:
-            self.local = LocalSaves(c.local_dir, mesh, step, size, boxes, histories)
+            local_dir = Path(c.local_dir).expanduser()
+            self.local = Destination(local_dir, None, LOCAL_KEEP, mesh, step, self.shards, self.histories)
 
     def due(self, step: int) -> bool:
         """Tell whether the configuration asks for a save in checkpoint.dir after this step."""
-        return self.cfg.checkpoint.every is not None and (step == self.cfg.train.steps or self.cadence.due(step))
+        return self.cfg.checkpoint.every is not None and (step == self.cfg.train.steps or self.interval.due(step))
 
     def local_due(self, step: int) -> bool:
-        """Tell whether it asks for one on the nodes' own disks."""
-        return self.local is not None and self.local_cadence.due(step)
+        """Tell whether the configuration asks for a save in checkpoint.local_dir after this step."""
+        return self.local is not None and self.local_interval.due(step)
 
     def saw(self, it: Iteration) -> None:
         """Measure what saves cost by the figures of a step."""
-        for cadence in (self.cadence, self.local_cadence):
-            cadence.saw(it)
+        for interval in (self.interval, self.local_interval):
+            interval.observe(it)
 
     def stalls(self) -> list[Stall]:
         """Return what training has waited for since the last call."""
@@ -197,36 +130,43 @@ class Checkpointer:
     def save(self, step: int, consumed_samples: int, local: bool = False) -> None:
         """Begin to save the state after `step`; without checkpoint.async_save, also finish. Never the same step twice.
 
-        local: on the nodes' own disks, unless there is nothing in checkpoint.dir yet. Errors of the disk are logged.
+        local: save in checkpoint.local_dir, unless checkpoint.dir holds no save yet. Errors of the disk are logged.
         """
         began = Mark(self.mesh.device)
         self.wait()
-        if step == self.saved:
+        if step == self.shared.saved:
             return
-        local = local and self.root is not None
-        cadences = [self.local_cadence] if local else [self.cadence, self.local_cadence]
-        for cadence in cadences:
-            cadence.begin(step)
-        self._agree(cadences[0], "local_every" if local else "every")
-        has_histories = self.local.has_histories if local and self.local is not None else self.has_histories
-        histories = self.histories if has_histories else []
-        mine = self.pieces + [piece._replace(tensor=_to_host(piece.tensor)) for piece in histories]
+        local = local and self.parent_checkpoint is not None
+        destination = self.local if local and self.local is not None else self.shared
+        intervals = [self.local_interval] if local else [self.interval, self.local_interval]
+        for interval in intervals:
+            interval.begin(step)
+        self._choose_interval(intervals[0], "local_every" if local else "every")
+        histories = self.histories if destination.has_histories else []
+        shards = self.shards + [shard._replace(tensor=_to_host(shard.tensor)) for shard in histories]
         scalars = {name: _to_host(value) for name, value in self.state.scalars().items()}
         pairs = (pair for kind, flat in self.state.slices().items() for pair in zip(self.host[kind], flat))
         copied = copy_beside(self.stream, ((host, device) for host, device in pairs if len(host)))
         if copied is not None:
             self.state.optimizer.snapshot_done = Snapshot(copied, self.mesh.device, self.pauses)
-        progress, facts = {"iteration": step, "consumed_samples": consumed_samples}, self.state.facts()
+        layout = {axis: getattr(self.mesh, axis).size for axis in ("world", "tp", "pp", "cp", "dp")}
+        about = {
+            "iteration": step,
+            "consumed_samples": consumed_samples,
+            "config": asdict(self.cfg),
+            "layout": layout | {"vp": len(self.state.chunks)},
+            "state": {"data": self.data} | self.state.facts(),
+        }
         begun = time.perf_counter()
-        self.running = self.thread.submit(self._write, progress, facts, mine, scalars, copied, local, begun)
+        self.running = self.thread.submit(self._write, destination, about, shards, scalars, copied, begun)
         if not self.cfg.checkpoint.async_save:
             self.wait()
         self.pauses.append(Pause(began, Mark(self.mesh.device)))
 
-    def _agree(self, cadence: Cadence, key: str) -> None:
-        """Choose the interval to the next save, on all ranks alike. No thread of theirs communicates meanwhile."""
-        if cadence.auto:
-            why = cadence.agree(self.decide(cadence.costs, cadence.best))
+    def _choose_interval(self, interval: SaveInterval, key: str) -> None:
+        """Choose the steps to the next save, the same on all ranks. No thread communicates meanwhile."""
+        if interval.auto:
+            why = interval.agree(self.decide(interval.costs, interval.best))
             if why:
                 self.log.info(f"checkpoint.{key}=auto: {why}")
 
@@ -244,36 +184,34 @@ class Checkpointer:
 
     def _write(
         self,
-        progress: dict,
-        facts: dict,
-        mine: list[Piece],
+        destination: Destination,
+        about: dict[str, Any],
+        shards: list[TensorShard],
         scalars: dict[str, Tensor],
         copied: torch.cuda.Event | None,
-        local: bool,
         begun: float,
     ) -> None:
-        """Make a checkpoint of the copy, together with the other ranks' threads. Runs in the thread."""
+        """Write the copy as a checkpoint, together with the other ranks' threads. Runs in the thread."""
         if copied is not None:
             copied.synchronize()
-        layout = {axis: getattr(self.mesh, axis).size for axis in ("world", "tp", "pp", "cp", "dp")}
-        layout["vp"] = len(self.state.chunks)
-        state = {name: value.item() for name, value in scalars.items()} | {"data": self.data} | facts
-        about = progress | {"config": asdict(self.cfg), "layout": layout, "state": state}
-        step = progress["iteration"]
+        about["state"] = {name: value.item() for name, value in scalars.items()} | about["state"]
+        step, local = about["iteration"], destination is not self.shared
+        if local:
+            about["state"] |= {"root": self.parent_checkpoint}
         try:
-            if local:
-                assert self.local is not None
-                self.local.write(about | {"state": state | {"root": self.root}}, mine)
-                return self._report(step, mine, begun, local)
-            self._to_disk(about, mine, begun)
-            if self.exporter is not None:
-                self.exporter.saved(self.directory / STEP_NAME(step), step)
+            index_checksum = destination.write(about, shards)
+            if not local:
+                self.parent_checkpoint = step, index_checksum
+            self._report(step, shards, begun, local)
+            if self.exporter is not None and not local:
+                self.exporter.saved(destination.directory / STEP_NAME(step), step)
         except TakenOver as error:
             self.log.warn(f"{error}; here this run saves aside, and ends")
-            self.directory /= f"aside.{self.owner}"
-            where = f"this run's step {step} is in {self.directory}"
+            destination.directory /= f"aside.{destination.owner}"
+            where = f"this run's step {step} is in {destination.directory}"
             try:
-                self._to_disk(about, mine, begun)
+                destination.write(about, shards)
+                self._report(step, shards, begun, local)
             except CheckpointError as failed:
                 where = f"this run's step {step} is not saved: {failed}"
             raise TakenOver(f"{error}; {where}") from error
@@ -281,40 +219,16 @@ class Checkpointer:
             what = "local save" if local else "checkpoint"
             self.log.warn(f"{what} of step {step} failed, training goes on: {error}")
         finally:
-            self.cadence.end(None)
-            self.local_cadence.end(None)
+            self.interval.end(None)
+            self.local_interval.end(None)
 
-    def _report(self, step: int, mine: list[Piece], begun: float, local: bool) -> None:
+    def _report(self, step: int, shards: list[TensorShard], begun: float, local: bool) -> None:
         """Measure, record and log a save that is whole."""
-        seconds, size = time.perf_counter() - begun, sum(piece.tensor.nbytes for piece in mine) / 1e6
-        (self.local_cadence if local else self.cadence).end(seconds)
+        seconds, size = time.perf_counter() - begun, sum(shard.tensor.nbytes for shard in shards) / 1e6
+        (self.local_interval if local else self.interval).end(seconds)
         self.log.saved(step, seconds, local)
         where = f"step {step} saved on the nodes' own disks" if local else f"checkpoint of step {step} saved"
         self.log.info(f"{where}: {size:.1f} MB of this rank in {seconds:.2f} s")
-
-    def _to_disk(self, about: dict, mine: list[Piece], begun: float) -> None:
-        """Write and commit the checkpoint. Raises CheckpointError and TakenOver, on all ranks alike."""
-        temporary, step = None, about["iteration"]
-
-        def make_folder(_: list) -> str:
-            return str(begin(self.directory, step, self.num_bytes, self.owner))
-
-        def commit_all(records: list[dict]) -> str:
-            assert temporary is not None
-            changing = index_bytes(about, {name: record for files in records for name, record in files.items()})
-            return commit(temporary, changing, self.tensors, self.cfg.checkpoint.keep, self.saved, self.owner)
-
-        try:
-            temporary = Path(self.decide(lambda: None, make_folder))
-            mark = self.decide(lambda: write_shard(temporary / self.file, mine), commit_all)
-        except CheckpointError:
-            if temporary is not None and self.mesh.rank == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
-            # Whoever took the directory over may have cleared this save away, in the midst of a file.
-            self.decide(lambda: None, lambda _: check_owner(self.directory, self.owner))
-            raise
-        self.saved, self.root = step, (step, mark)
-        self._report(step, mine, begun, local=False)
 
 
 def host_memory(rows: int, numel: int, *, pinned: bool) -> Tensor:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from minitron.checkpoint.format import CheckpointError
-from minitron.checkpoint.save import Checkpointer, Exporter, State
+from minitron.checkpoint.save import Checkpointer, Exporter
+from minitron.checkpoint.state import State
 from minitron.config.schema import Config
 from minitron.optim.replicas import Replicas
 from minitron.runtime.log import Log
@@ -25,7 +27,7 @@ class Saves(Observer):
         self,
         cfg: Config,
         state: State,
-        data: dict,
+        data: dict[str, Any],
         log: Log,
         stop: Stop,
         replicas: Replicas,
@@ -58,7 +60,7 @@ class Saves(Observer):
             self.activity.begin("checkpoint")
             began = time.perf_counter()
             self.checkpointer.close(self.stop.agreed)
-            self.waited, saved = time.perf_counter() - began, self.checkpointer.saved == self.step
+            self.waited, saved = time.perf_counter() - began, self.checkpointer.shared.saved == self.step
         if self.stop.agreed:
             self.stop.report(self.step, saved)
         if due and not saved:  # no success for a scheduler

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from minitron.checkpoint.format import CheckpointError
+from minitron.checkpoint.reader import Reader
 from minitron.config import cli
 from minitron.config.schema import Config
 
@@ -16,15 +18,17 @@ from minitron.config.schema import Config
 class Weights(Protocol):
     """An open model: a checkpoint of minitron's own (reader.py), or another format (interop/).
 
-    path, index: its folder and the file that describes it. config: what it was saved with. note: a
-    line for the log, or "". A tensor is stored in one or
-    more kinds; names are those of minitron's parameters, shapes those of whole tensors.
+    path, index: its folder and the file that describes it. config: the configuration it was saved with. note: a line
+    for the log, or "". Names are those of minitron's parameters, shapes those of global tensors. A tensor is stored in
+    one or more kinds.
     """
 
     path: Path
     index: Path
     config: dict[str, Any]
-    note: str
+
+    @property
+    def note(self) -> str: ...
 
     def names(self) -> list[str]: ...
 
@@ -32,14 +36,14 @@ class Weights(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
-    def read(self, name: str, kind: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    def read(self, name: str, kind: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Read the box [start, start + shape) of a tensor."""
 
     def verify(self) -> None:
         """Verify all files that have a checksum. Raises CheckpointError."""
 
     def parts(self) -> tuple[str, Weights]:
-        """Return what a fingerprint covers: a text, and weights that were saved as they are read."""
+        """Return a text and weights, read as they were saved, which together identify this model."""
 
 
 def base_of(cfg: Config) -> str | None:
@@ -55,12 +59,12 @@ def config_of(reader: Weights) -> Config:
     return cli.from_tree(tree, str(reader.index))
 
 
-def best_kind(reader: Weights, name: str) -> str | None:
-    """Return the most exact of the kinds in which a tensor is stored; None if it is no weight."""
-    return next((kind for kind in ("master", "param") if kind in reader.kinds(name)), None)
+def best_kind(reader: Weights, name: str) -> str:
+    """Return the most exact of the kinds in which a tensor is stored; "" if it is no weight."""
+    return next((kind for kind in ("master", "param") if kind in reader.kinds(name)), "")
 
 
-def whole(reader: Weights, name: str) -> Tensor:
+def read_float32(reader: Weights, name: str) -> Tensor:
     """Read all of a tensor in float32."""
     return reader.read(name, best_kind(reader, name), (0,) * len(reader.shape(name)), reader.shape(name)).float()
 
@@ -68,11 +72,11 @@ def whole(reader: Weights, name: str) -> Tensor:
 def fingerprint(reader: Weights) -> str:
     """Hash the first row of every tensor to 16 hex digits.
 
-    It is cheap to read, the same for a Hugging Face folder and the checkpoint imported from it, and changes with every
-    step of training, which changes every row that it uses.
+    It is cheap to read and changes with every step of training. A Hugging Face folder and the checkpoint imported from
+    it have the same.
     """
-    mark, reader = reader.parts()
-    digest = hashlib.sha256(mark.encode())
+    text, reader = reader.parts()
+    digest = hashlib.sha256(text.encode())
     for name in sorted(reader.names()):
         if kind := best_kind(reader, name):
             shape = reader.shape(name)
@@ -81,8 +85,8 @@ def fingerprint(reader: Weights) -> str:
     return digest.hexdigest()[:16]
 
 
-def check_base(adapter: Weights, base: Weights, mark: str) -> None:
-    """Raise CheckpointError unless the adapter was trained beside these weights. mark: their fingerprint."""
-    if adapter.state.get("base") != mark:
-        why = f"its weights had the fingerprint {adapter.state.get('base')}, and {base.path} has {mark}"
+def check_base(adapter: Reader, base: Weights, base_fingerprint: str | None) -> None:
+    """Raise CheckpointError unless the adapter was trained beside these weights, which have this fingerprint."""
+    if (trained := adapter.state.get("base")) != base_fingerprint:
+        why = f"its weights had the fingerprint {trained}, and {base.path} has {base_fingerprint}"
         raise CheckpointError(f"{adapter.path} holds an adapter of another model: {why}; name the former as the base")

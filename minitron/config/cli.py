@@ -4,9 +4,9 @@
 
 A recipe's name stands for its file, wherever one stands: `llama3_8b` (`minitron.config.installed`).
 
-A value of an override stays the text that was typed, as in a file (`minitron.config.text`), and its key says what it is
-(`minitron.config.convert`); one that begins with a bracket or a quote is read as YAML. A mistake is one line and exit
-status 1; a traceback would say that the program is wrong, not its input.
+A value of an override stays the text that was typed, as in a file (`minitron.config.text`). Its key determines its type
+(`minitron.config.convert`). A value that begins with a bracket or a quote is read as YAML. A mistake is one line and
+exit status 1. A traceback would mean that the program is wrong, not its input.
 
 Left out: config groups and sweeps (Hydra's), environment variables.
 """
@@ -32,7 +32,7 @@ from minitron.config.describe import USAGE, help_text, json_schema
 from minitron.config.installed import recipe, similar_recipe
 from minitron.config.names import keys_named, our_key
 from minitron.config.schema import Config, PrecisionConfig
-from minitron.config.text import MAX_DEPTH, Plain, from_json, parse, read_file, short, to_yaml
+from minitron.config.text import MAX_DEPTH, Unquoted, from_json, parse, read_file, short, to_yaml
 
 QUIET_SECONDS = 3.0
 
@@ -61,7 +61,7 @@ def _print(text: str) -> NoReturn:
 
 @contextmanager
 def output() -> Iterator[None]:
-    """Print inside, and end quietly, with a shell's status for it, once the reader (`head` for one) has seen enough."""
+    """Print inside. If the reader of the pipe, as `head`, has ended, end without an error line, by a shell's status."""
     try:
         yield
         sys.stdout.flush()
@@ -77,7 +77,7 @@ def user_errors(
     """Turn an error of this kind inside into one line on stderr and exit status 1, or its own `status` and `quiet`.
 
     While the command line is parsed and the run is built, every ValueError is a mistake of the user; later only
-    narrower kinds are. quiet: let another rank, which finds the same mistake, print the line, and exit some seconds
+    narrower kinds are. quiet: another rank finds the same mistake and prints the line; this one exits some seconds
     later, since torchrun ends all ranks when the first one exits.
     """
     try:
@@ -90,9 +90,12 @@ def user_errors(
         raise SystemExit(getattr(error, "status", 1)) from None
 
 
-def load(argv: list[str]) -> Config:
-    """Return the Config of YAML files and overrides. Raises ValueError for any other argument and for a wrong value."""
-    files, overrides = [], []
+def load(argv: list[str], under: tuple[dict, str] | None = None) -> Config:
+    """Return the Config of YAML files and overrides. Raises ValueError for any other argument and for a wrong value.
+
+    under: a mapping over which files and overrides win, and its origin for errors.
+    """
+    files, overrides = [] if under is None else [(from_json(under[0]), f"{under[1]}: ")], []
     for arg in argv:
         if not arg.startswith("-") and re.match(r"[\w.]+=", arg):
             overrides.append(_override(arg))
@@ -114,7 +117,7 @@ def load(argv: list[str]) -> Config:
 
 def from_tree(tree: dict, origin: str) -> Config:
     """Return the Config of a mapping from JSON, checked like a file. Raises ValueError that begins with `origin`."""
-    return merge(Config(), from_json(tree), f"{origin}: ")
+    return load([], (tree, origin))
 
 
 def _override(arg: str) -> dict:
@@ -122,7 +125,7 @@ def _override(arg: str) -> dict:
     key, text = arg.split("=", 1)
     if not all(key.split(".")):
         raise ValueError(f"{short(arg)} has an empty part before '='; write section.key=value")
-    value: Any = Plain(text)
+    value: Any = Unquoted(text)
     if text.startswith(("[", "{", "'", '"')):
         try:
             value = parse(text)

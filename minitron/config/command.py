@@ -1,10 +1,11 @@
-"""What the tools share: a mistake of the user is one line and exit status 1, never a traceback or a page of usage.
+"""Start a tool: a mistake of the user is one line and exit status 1, never a traceback or a page of usage.
 
 A tool's `main(argv)` parses with `Parser`, raises ValueError for a user's mistake, and is started by `run(main)`.
 """
 
 import argparse
 import contextlib
+import math
 import os
 import re
 import resource
@@ -16,7 +17,8 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from minitron.config import installed
-from minitron.config.text import printable, short
+from minitron.config.cli import output, user_errors
+from minitron.config.text import printable
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,9 +39,9 @@ class Parser(argparse.ArgumentParser):
 
 
 class Printable:
-    """A stream that escapes characters which move a terminal's cursor. Names that a tool prints may hold them.
+    """A stream that escapes characters which move a terminal's cursor, since a printed name may hold them.
 
-    Newlines and tabs pass, so a name in a table or a paragraph goes through `printable` before.
+    Newlines and tabs are not escaped, so callers put a name in a table or a paragraph through `printable` first.
     """
 
     def __init__(self, stream: TextIO):
@@ -56,27 +58,35 @@ class Printable:
 def run(main: Callable[[list[str]], None]) -> None:
     """Call `main` with the command line. Status: 1 for a ValueError, 128 + the signal for Ctrl-C and a closed pipe."""
     try:
-        with contextlib.redirect_stdout(Printable(sys.stdout)):
+        with contextlib.redirect_stdout(Printable(sys.stdout)), output(), user_errors():
             main(sys.argv[1:])
-        sys.stdout.flush()
-    except ValueError as error:
-        sys.exit(f"error: {short(error, 2000)}")
     except MemoryError:
         sys.exit("error: this process may not have more memory; give it more, or smaller files")
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
-    except BrokenPipeError:
-        # Its reader, `head` for one, has seen enough. The interpreter flushes once more at exit, which must not fail.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
+
+
+def positive(kind: type[int] | type[float]) -> Callable[[str], Any]:
+    """Return the type of an argument that is a positive, finite number of this kind."""
+
+    name = "whole number of 1 or more" if kind is int else "positive number"
+
+    def convert(text: str) -> int | float:
+        with contextlib.suppress(ValueError, OverflowError):
+            if 0 < (value := kind(text)) < math.inf:
+                return value
+        raise argparse.ArgumentTypeError(f"{text} is no {name}")
+
+    return convert
 
 
 @contextlib.contextmanager
 def limited_memory(more: int) -> Iterator[None]:
-    """Inside, an allocation raises MemoryError if with it this process had `more` bytes more than now.
+    """Inside, an allocation raises MemoryError if this process would hold `more` bytes more than now.
 
-    It is for libraries that take what a file says. All threads have the limit. Without /proc (macOS) there is none.
+    For libraries that allocate as much as a file asks for. The limit holds for all threads. Without /proc (macOS) there
+    is none.
     """
     try:
         with open("/proc/self/statm") as file:
@@ -93,9 +103,16 @@ def limited_memory(more: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
+def new_path(text: str) -> str:
+    """Convert the argument that names what a command makes. Raises ArgumentTypeError if it exists."""
+    if os.path.lexists(text):
+        raise argparse.ArgumentTypeError(f"{text} exists already; delete it or name a new folder")
+    return text
+
+
 @contextlib.contextmanager
 def new_folder(target: str) -> Iterator[Path]:
-    """A temporary folder beside `target` that takes its name at the end, or vanishes."""
+    """Make a temporary folder beside `target`. It is renamed to `target` at the end, and removed after an error."""
     path = Path(target)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
-"""Turn what was read into a Config, key by key, by the type that `minitron.config.schema` gives to each key.
+"""Convert parsed YAML to a Config, key by key, by the type that `minitron.config.schema` declares for each key.
 
-    {"log": {"dir": Plain("010"), "every": Plain("1")}}    ->    LogConfig(dir="010", every=1)
+    {"log": {"dir": Unquoted("010"), "every": Unquoted("1")}}    ->    LogConfig(dir="010", every=1)
 
 A value that does not fit raises an error of one line: where it came from, the key, the value as typed, what the key
 takes, and an example. For an unknown key the error names the key that was meant: with the right spelling, in another
@@ -22,8 +22,8 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 
 from minitron.config.names import keys_named, our_key
-from minitron.config.schema import kinds
-from minitron.config.text import NUMBER, UNPRINTABLE, Plain, short, shown
+from minitron.config.schema import accepted_types
+from minitron.config.text import NUMBER, UNPRINTABLE, Unquoted, short, shown
 
 NULLS = ("null", "Null", "NULL")  # and in a file, as YAML has it, "~" and nothing
 WRITTEN = (str.lower, str.title, str.upper)
@@ -35,7 +35,7 @@ PLURALS = {int: "integers", float: "numbers", str: "texts"}
 EXAMPLES = {int: "8", float: "0.5", str: "NAME", tuple[int, ...]: "[8, 8]", tuple[str, ...]: "[NAME]"}
 
 
-class Unfit(Exception):
+class BadValue(Exception):
     """A key does not take this value. The message has the rule and the fix; it is empty if the type is wrong."""
 
 
@@ -49,27 +49,27 @@ def merge(section: Any, tree: dict, origin: str = "", prefix: str = "") -> Any:
         key = f"{prefix}{name}"
         if name not in known:
             raise ValueError(f"{origin}unknown key {_meant(prefix, name, value, list(known))}")
-        accepted = kinds(type(section))[name]
+        accepted = accepted_types(type(section))[name]
         if is_dataclass(accepted[0]) and isinstance(value, dict):
             changes[name] = merge(getattr(section, name) or accepted[0](), value, origin, f"{key}.")
             continue
         try:
             changes[name] = convert(accepted, value)
-        except Unfit as error:
+        except BadValue as error:
             why = str(error) or f"is not {_expected(accepted, value)}; {_example(key, accepted[0], known[name])}"
             raise ValueError(f"{origin}{key}={shown(value)} {why}") from None
     return replace(section, **changes)
 
 
 def convert(accepted: tuple, value: Any) -> Any:
-    """Convert the value that was read to one of the accepted types. Raises Unfit."""
-    kind, plain = accepted[0], isinstance(value, Plain)
+    """Convert the value that was read to one of the accepted types. Raises BadValue."""
+    kind, plain = accepted[0], isinstance(value, Unquoted)
     if isinstance(value, str):
         if "${" in value:
-            raise Unfit("holds an interpolation ${...}, which is not expanded; write the value itself")
+            raise BadValue("holds an interpolation ${...}, which is not expanded; write the value itself")
         if not value.strip():
             other = "null" if NoneType in accepted else "drop the key"
-            raise Unfit(f"is empty, as a shell variable that is not set; give a value, or {other}")
+            raise BadValue(f"is empty, as a shell variable that is not set; give a value, or {other}")
     if plain and value in NULLS and NoneType in accepted:
         return None
     if plain and value in BOOLEANS and bool in accepted:
@@ -84,19 +84,19 @@ def convert(accepted: tuple, value: Any) -> Any:
         return str(value)
     elif kind is str and isinstance(value, str):
         if UNPRINTABLE.search(value):
-            raise Unfit("holds a character that cannot be printed; rename it")
+            raise BadValue("holds a character that cannot be printed; rename it")
         if not plain or not (value in (*NULLS, *BOOLEANS, "???") or bool in accepted and NUMBER.fullmatch(value)):
             return str(value)
     elif kind is int and plain and INTEGER.fullmatch(value):
         if len(value.lstrip("+-")) > 18:
-            raise Unfit("has more than 18 digits; use a smaller number")
+            raise BadValue("has more than 18 digits; use a smaller number")
         return int(value)
     elif kind is float and plain and NUMBER.fullmatch(value):
         number = float(re.sub(r"\.(?=[inIN])", "", value))  # .inf and .nan: no interval holds them
         if math.isinf(number) and "f" not in value.lower():
-            raise Unfit("is not a finite number; use a smaller one")
+            raise BadValue("is not a finite number; use a smaller one")
         return number
-    raise Unfit
+    raise BadValue
 
 
 # ---- what an error says ----------------------------------------------------------------------------------------------

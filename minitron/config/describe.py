@@ -14,7 +14,7 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 from minitron.config.convert import type_name
-from minitron.config.schema import Config, keys, kinds
+from minitron.config.schema import Config, accepted_types, keys
 from minitron.config.text import shown
 
 DRY_RUN = "--dry-run --world N [--ranks first,middle,last,fullest] [--json]"
@@ -38,7 +38,7 @@ def help_text(description: str) -> str:
     ]
     for section in fields(Config):
         lines += ["", f"{section.name}: {section.metadata['help']}"]
-        for key, accepted, f in keys(kinds(Config)[section.name][0], f"{section.name}."):
+        for key, accepted, f in keys(accepted_types(Config)[section.name][0], f"{section.name}."):
             lines += [
                 f"  {key}={shown(f.default)}   ({type_name(accepted, f.metadata['within'])})",
                 *(f"      {line}" for line in textwrap.wrap(f.metadata["help"], 110)),
@@ -58,7 +58,7 @@ def _typed(accepted: tuple, within: str | None = None) -> dict[str, Any]:
     if get_origin(kind) is Literal:
         return {"enum": [*args, *([None] if NoneType in accepted else [])]}
     if is_dataclass(kind):
-        properties = {f.name: _described(kinds(kind)[f.name], f) for f in fields(kind)}
+        properties = {f.name: _described(accepted_types(kind)[f.name], f) for f in fields(kind)}
         first, rest = ["object"], {"properties": properties, "additionalProperties": False}
     elif get_origin(kind) is tuple:
         size = {} if Ellipsis in args else {"minItems": len(args), "maxItems": len(args)}

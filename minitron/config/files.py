@@ -1,8 +1,8 @@
-"""Read files that a user names, which may be pipes, devices, a terabyte large, or JSON made to do harm.
+"""Read files that a user names, which may be pipes, devices, a terabyte large, or hostile JSON.
 
-Opening a pipe waits for whoever writes into it, a device may have no end, and json reads NaN and infinite numbers and
-gives up on a thousand brackets. Here each of these is an OSError or a ValueError, as a missing file is, and `errors_as`
-turns such an error into the line that a user reads.
+Opening a pipe blocks; a device may be endless. Python's json accepts NaN and infinity, and overflows the stack on
+deeply nested brackets. Here each of these is an OSError or a ValueError, as a missing file is. `errors_as` turns such
+an error into the line that a user reads.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 RECORD_BYTES = 128 << 20  # of one document
 JSON_BYTES = 64 << 20  # more than any description of a model or of its files
 
 
 @contextmanager
-def errors_as(kind: type[ValueError], line: Callable[[Exception], str], *caught: type[Exception]) -> Iterator[None]:
+def errors_as(kind: type[ValueError], line: Callable[[Any], str], *caught: type[Exception]) -> Iterator[None]:
     """Raise kind(line(error)) in the place of an error of the `caught` types: what a user reads, in one line."""
     try:
         yield
@@ -30,7 +30,7 @@ def errors_as(kind: type[ValueError], line: Callable[[Exception], str], *caught:
         raise kind(line(error)) from error
 
 
-def size_of(path: str | os.PathLike) -> int:
+def size_of(path: str | os.PathLike[str]) -> int:
     """Return the size of a regular file in bytes. Raises OSError, also for a pipe, a device or a folder."""
     status = os.stat(path)
     if stat.S_ISDIR(status.st_mode):
@@ -40,7 +40,7 @@ def size_of(path: str | os.PathLike) -> int:
     return status.st_size
 
 
-def read_bytes(path: str | os.PathLike, most: int) -> bytes:
+def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
     """Read a regular file of at most `most` bytes. Raises OSError."""
     if (size := size_of(path)) > most:
         raise OSError(errno.EFBIG, f"its {size} bytes are more than {most}", os.fspath(path))
@@ -48,7 +48,7 @@ def read_bytes(path: str | os.PathLike, most: int) -> bytes:
         return file.read(most)
 
 
-def lines_of(file: BinaryIO, path: str | os.PathLike) -> Iterator[bytes]:
+def lines_of(file: BinaryIO, path: str | os.PathLike[str]) -> Iterator[bytes]:
     """Yield the lines of an open file. Raises OSError, and ValueError for a line of more than RECORD_BYTES."""
     for number, line in enumerate(iter(partial(file.readline, RECORD_BYTES + 1), b""), 1):
         if len(line) > RECORD_BYTES:
@@ -56,17 +56,23 @@ def lines_of(file: BinaryIO, path: str | os.PathLike) -> Iterator[bytes]:
         yield line
 
 
-def read_json(path: str | os.PathLike, most: int = JSON_BYTES) -> object:
+def read_json(path: str | os.PathLike[str], most: int = JSON_BYTES) -> Any:
     """Read a regular file that holds JSON. Raises OSError and ValueError."""
     return parse_json(read_bytes(path, most))
 
 
-def parse_json(text: str | bytes) -> object:
+def parse_json(text: str | bytes) -> Any:
     """Parse JSON. Raises ValueError, also for NaN, infinity, and numbers too large for float64."""
     try:
         return json.loads(text, parse_constant=_refuse, parse_float=_finite)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def write_json(path: str | os.PathLike[str], content: object) -> None:
+    """Write a file of indented JSON. Raises OSError."""
+    with open(path, "w", encoding="ascii") as file:
+        file.write(json.dumps(content, indent=2) + "\n")
 
 
 def _refuse(constant: str) -> NoReturn:

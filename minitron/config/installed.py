@@ -1,10 +1,10 @@
-"""What an installed minitron has without its checkout: recipes by name, tools as commands, and lines that install more.
+"""Make an installed minitron as usable as a checkout: recipes by name, tools as commands, and hints to install more.
 
     minitron-pretrain llama3_8b train.steps=20      python -m minitron.pretrain configs/llama3_8b.yaml train.steps=20
     minitron-plan llama3_8b --world 8 --device h100 python tools/plan.py configs/llama3_8b.yaml ...
 
-A wheel holds the checkout's configs/, tools/ and benchmarks/ under minitron/share: what is found beside minitron/ in a
-checkout is found there. Ranks are started with torchrun, as ever: torchrun ... -m minitron.pretrain llama3_8b.
+A wheel holds the checkout's configs/, tools/ and benchmarks/ under minitron/share, where a checkout has them beside
+minitron/. torchrun starts the ranks in both cases: torchrun ... -m minitron.pretrain llama3_8b.
 """
 
 from __future__ import annotations

@@ -5,9 +5,8 @@ that does not divide is computed from every size that it has to divide, so that 
 
     heads 8, key and value heads 4, ffn 390     parallel.tp=8 does not divide model.num_kv_heads=4; use 1 or 2
 
-A key that would change nothing is a mistake, too: IDLE lists the setting that each such key needs.
-Nothing here looks at files, devices or process groups: whoever reads a file or chooses a kernel checks what only these
-can tell.
+A key that would change nothing is a mistake, too: schema.py lists beside a key which other keys it needs. Files and
+kernels are checked where they are opened or chosen.
 """
 
 from __future__ import annotations
@@ -17,46 +16,13 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, fields, is_dataclass
-from typing import NamedTuple
 
-from minitron.config.schema import Config, ModelConfig
+from minitron.config.schema import Config, ModelConfig, keys
 from minitron.config.sizes import stage_layers
 from minitron.config.text import shown
 
 MAX_OFFSET = (1 << 31) - 1  # elements of a tensor that a kernel with 32-bit offsets can take
-MAX_LAYERS = 10_000
 LARGEST = {int: 10**12, float: 1e38}  # for keys without a bound of their own; float32 ends at 3.4e38
-
-
-class Idle(NamedTuple):
-    """Keys that begin with `keys` change nothing unless `other` is one of `needed`; () stands for anything but None."""
-
-    keys: str
-    other: str
-    needed: tuple
-    reason: str = "has no effect with {}"
-
-
-IDLE = (
-    Idle("model.rope_scaling", "model.positions", ("rope",)),
-    Idle("precision.loss_scale", "precision.dtype", ("fp16",)),
-    Idle("precision.fp8_", "precision.fp8", ("delayed", "current", "block")),
-    Idle("optimizer.constant_steps", "optimizer.decay_steps", (None,), "has no effect beside {}"),
-    Idle("optimizer.constant_steps", "optimizer.decay_samples", (None,), "has no effect beside {}"),
-    Idle("optimizer.constant_steps", "optimizer.lr_schedule", ("cosine", "linear")),
-    Idle("optimizer.decay_", "optimizer.lr_schedule", ("cosine", "linear")),
-    Idle("data.document_length", "data.source", ("mock",), "is of random documents, and {} has its own"),
-    Idle("data.paths", "data.source", ("indexed", "sft"), "is not read with {}"),
-    Idle("data.valid_paths", "data.source", ("sft",), "is not read with {}"),
-    Idle("checkpoint.resume_step", "checkpoint.dir", ()),
-    Idle("checkpoint.export", "checkpoint.dir", ()),
-    Idle("checkpoint.export_every", "checkpoint.export", ("hf",)),
-    Idle("checkpoint.resume_step", "checkpoint.resume", (True,)),
-    Idle("checkpoint.local_dir", "checkpoint.dir", ()),
-    Idle("checkpoint.local_every", "checkpoint.local_dir", ()),
-    Idle("finetune.base", "finetune.kind", ("sft", "lora")),
-    Idle("lora.", "finetune.kind", ("lora",)),
-)
 
 
 def check(cfg: Config, world: int, capability: tuple[int, int] | None = None) -> None:
@@ -71,7 +37,8 @@ def check(cfg: Config, world: int, capability: tuple[int, int] | None = None) ->
     _check_optimizer(cfg)
     _check_data(cfg)
     _check_finetune(cfg)
-    _check_export(cfg)
+    if cfg.checkpoint.export == "hf":
+        check_exportable(cfg.model)
     _check_saves(cfg)
     _check_log(cfg, world)
 
@@ -108,25 +75,20 @@ def _check_home(what: str, path: str) -> None:
 
 
 def _check_idle(cfg: Config) -> None:
-    """Check that keys without an effect have their defaults."""
-    values, defaults = asdict(cfg), asdict(Config())
-    for keys, other, needed, reason in IDLE:
-        section, name = other.split(".")
-        if (given := values[section][name]) in needed or not needed and given is not None:
-            continue
-        section, start = keys.split(".")
-        for name, value in values[section].items():
-            if name.startswith(start) and value != defaults[section][name]:
+    """Check that a key has its default unless the keys that it needs have the values that it needs."""
+    values = asdict(cfg)
+    for key in keys():
+        for other, needed, reason in key.field.metadata["needs"]:
+            (section, name), (others, its) = key.name.split("."), other.split(".")
+            value, given = values[section][name], values[others][its]
+            if value != key.field.default and given not in needed and (needed or given is None):
                 text = ",".join(map(str, value)) if isinstance(value, tuple) else shown(value)
                 why = reason.format(f"{other}={shown(given)}")
                 fix = f"{other}={_either(map(shown, needed))}" if needed else other
-                raise ValueError(f"{section}.{name}={text} {why}; drop it, or set {fix}")
+                raise ValueError(f"{key.name}={text} {why}; drop it, or set {fix}")
 
 
 def _check_model(m: ModelConfig) -> None:
-    layers = f"model.num_layers={m.num_layers}"
-    if m.num_layers > MAX_LAYERS:
-        raise ValueError(f"{layers} is more than a model of this kind can have; use at most {MAX_LAYERS}")
     _check_divides("model.num_heads", m.num_heads, {"model.hidden_size": m.hidden_size})
     _check_divides("model.num_kv_heads", m.kv_heads, {"model.num_heads": m.num_heads})
     if m.positions == "rope" and m.head_dim % 2:
@@ -204,9 +166,6 @@ def _check_precision(cfg: Config, capability: tuple[int, int] | None) -> None:
     if p.dtype == "bf16" and capability is not None and capability < (8, 0):
         needs = "precision.dtype=bf16 needs a GPU of sm_80 (Ampere) or later"
         raise ValueError(f"{needs}, this one is {_sm(capability)}; use precision.dtype=fp16 or fp32")
-    if p.loss_scale < 1:
-        why = "is below 1, where no scale of fp16's ever falls; use 1 or more, 65536 for example"
-        raise ValueError(f"precision.loss_scale={p.loss_scale} {why}")
     if p.fp8 != "none":
         _check_fp8(cfg, capability)
 
@@ -311,13 +270,14 @@ def _check_finetune(cfg: Config) -> None:
         raise ValueError(f"{given} {rule}; use for example [qkv]")
 
 
-def _check_export(cfg: Config) -> None:
-    m, gpt = cfg.model, cfg.model.family == "gpt"
-    wanted = {"positions": "learned" if gpt else "rope", "kv_heads": m.num_heads if gpt else m.kv_heads}
-    for key, value in wanted.items() if cfg.checkpoint.export == "hf" else ():
-        if getattr(m, key) != value:
-            why = f"model.{key.replace('kv_', 'num_kv_')}={getattr(m, key)}, and transformers' {m.family} has {value}"
-            raise ValueError(f"checkpoint.export=hf cannot write {why}; set checkpoint.export=none, or another model")
+def check_exportable(m: ModelConfig) -> None:
+    """Check that transformers has this model: it has no mixture of the families."""
+    gpt = m.family == "gpt"
+    positions, kv_heads = ("learned", m.num_heads) if gpt else ("rope", m.kv_heads)
+    for key, value, wanted in ("positions", m.positions, positions), ("num_kv_heads", m.kv_heads, kv_heads):
+        if value != wanted:
+            why = f"cannot be exported: transformers' {m.family} has {wanted}"
+            raise ValueError(f"model.{key}={value} {why}; export another model, or set checkpoint.export=none")
 
 
 def _check_saves(cfg: Config) -> None:

@@ -1,13 +1,13 @@
 """Configuration: frozen dataclasses, one per section: each key with its type, default, meaning and range.
 
-Problem: a run has ninety settings, and most of their combinations are wrong. A wrong one must be found at once, not
-ten minutes later by a thousand GPUs. The idea: a key is a typed field with its meaning and its range beside it; what
-involves several keys is a rule of `minitron.config.rules`. Its `check` runs all rules; it needs the number of ranks and
-the kind of GPU but neither torch nor a process group. The error of a broken rule is one line: value, rule and fix:
+Problem: a run has ninety settings, and most combinations are wrong. A wrong one must be found at once, not ten minutes
+later by a thousand GPUs. The idea: a key is a typed field, with its meaning, its range and the keys that it needs
+beside it. A rule about several keys is in `minitron.config.rules`. Its `check` runs all rules, from the number of ranks
+and the kind of GPU, without torch or a process group. The error of a broken rule is one line: value, rule and fix:
 
     parallel.tp=3 does not divide model.num_kv_heads=8; use 1, 2, 4 or 8
 
-Values that follow from others are properties, so nothing is stored twice and nothing is rewritten.
+Values that follow from others are properties, so no value is stored twice or rewritten.
 `minitron.config.cli` makes a Config from YAML files and the command line; there null stands for None. Errors, `--help`
 and the JSON schema of `--schema` read the keys from here, so their meanings are written once.
 """
@@ -17,20 +17,36 @@ from __future__ import annotations
 import functools
 import math
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
-from typing import Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 
-def key(default, meaning: str, within: str | None = None):
+class Needs(NamedTuple):
+    """A key changes nothing unless `other` has one of `values`; () stands for any value but None."""
+
+    other: str
+    values: tuple = ()
+    reason: str = "has no effect with {}"
+
+
+def key(default, meaning: str, within: str | None = None, needs: tuple[Needs, ...] = ()):
     """Declare a key: its default, the sentence that `--help` and `--schema` print, and the interval of its numbers."""
-    metadata = {"help": meaning, "within": within}
+    metadata = {"help": meaning, "within": within, "needs": needs}
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
 COUNT, NOT_NEGATIVE, POSITIVE, FRACTION = "[1, inf)", "[0, inf)", "(0, inf)", "[0, 1)"
+FP16 = (Needs("precision.dtype", ("fp16",)),)
+FP8 = (Needs("precision.fp8", ("delayed", "current", "block")),)
+DECAYING = (Needs("optimizer.lr_schedule", ("cosine", "linear")),)
+DEFAULT_DECAY = tuple(
+    Needs(f"optimizer.decay_{unit}", (None,), "has no effect beside {}") for unit in ("steps", "samples")
+)
+SAVING = (Needs("checkpoint.dir"),)
+LORA = (Needs("finetune.kind", ("lora",)),)
 
 
 @dataclass(frozen=True)
@@ -46,7 +62,7 @@ class RopeScaling:
 @dataclass(frozen=True)
 class ModelConfig:
     family: Literal["llama", "gpt"] = key("llama", "llama: RMSNorm, SwiGLU, no biases; gpt: LayerNorm, GELU, biases")
-    num_layers: int = key(4, "transformer blocks", COUNT)
+    num_layers: int = key(4, "transformer blocks", "[1, 10000]")
     hidden_size: int = key(128, "width h of the residual stream", COUNT)
     ffn_hidden_size: int = key(384, "inner width f of the MLP", COUNT)
     num_heads: int = key(8, "query heads", COUNT)
@@ -58,7 +74,9 @@ class ModelConfig:
     positions: Literal["rope", "learned"] = key("rope", "rotary or learned absolute positions")
     max_positions: int = key(4096, "rows of the learned position table; the longest sequence allowed", COUNT)
     rope_theta: float = key(10000.0, "base of the rotary wavelengths", POSITIVE)
-    rope_scaling: RopeScaling | None = key(None, "Llama 3.1's scaling of the rotary frequencies, null: none")
+    rope_scaling: RopeScaling | None = key(
+        None, "Llama 3.1's scaling of the rotary frequencies, null: none", needs=(Needs("model.positions", ("rope",)),)
+    )
     tie_embeddings: bool = key(False, "the head shares the embedding's weight")
     norm_eps: float = key(1e-5, "added to the variance in norms", POSITIVE)
     init_std: float = key(0.02, "standard deviation of weights at the start", POSITIVE)
@@ -147,13 +165,13 @@ class PrecisionConfig:
     fp8: Literal["none", "delayed", "current", "block"] = key(
         "none", "GEMMs of the blocks in FP8; scales from past steps, from the tensor itself, or one per 128 values"
     )
-    fp8_backend: Literal["te", "torch"] = key("te", "FP8 kernels: Transformer Engine's or torch's own")
-    fp8_bf16_layers: int = key(0, "FP8: this many first and as many last blocks stay in bf16", NOT_NEGATIVE)
-    fp8_head: bool = key(False, "FP8: the product with the vocabulary, too")
-    fp8_params: bool = key(False, "FP8: weights are kept and gathered as their casts, without a bf16 copy")
-    loss_scale: float = key(65536.0, "fp16: initial dynamic loss scale", "(0, 1e38]")
-    loss_scale_window: int = key(1000, "fp16: clean steps after which the scale doubles", COUNT)
-    loss_scale_hysteresis: int = key(2, "fp16: overflows tolerated before the scale halves", COUNT)
+    fp8_backend: Literal["te", "torch"] = key("te", "FP8 kernels: Transformer Engine's or torch's own", needs=FP8)
+    fp8_bf16_layers: int = key(0, "FP8: this many first and as many last blocks stay in bf16", NOT_NEGATIVE, FP8)
+    fp8_head: bool = key(False, "FP8: the product with the vocabulary, too", needs=FP8)
+    fp8_params: bool = key(False, "FP8: weights are kept and gathered as their casts, without a bf16 copy", needs=FP8)
+    loss_scale: float = key(65536.0, "fp16: initial dynamic loss scale, which never falls below 1", "[1, 1e38]", FP16)
+    loss_scale_window: int = key(1000, "fp16: clean steps after which the scale doubles", COUNT, FP16)
+    loss_scale_hysteresis: int = key(2, "fp16: overflows tolerated before the scale halves", COUNT, FP16)
 
 
 @dataclass(frozen=True)
@@ -162,10 +180,14 @@ class OptimizerConfig:
     min_lr: float = key(3e-4, "learning rate after the decay", NOT_NEGATIVE)
     lr_schedule: Literal["cosine", "linear", "constant"] = key("cosine", "shape of the decay")
     warmup_steps: int = key(20, "steps of linear warm-up from 0", NOT_NEGATIVE)
-    constant_steps: int = key(0, "steps at min_lr before the end: they shorten decay_steps' default", NOT_NEGATIVE)
-    decay_steps: int | None = key(None, "steps to min_lr, with warm-up; null: train.steps - constant_steps", COUNT)
+    constant_steps: int = key(
+        0, "steps at min_lr before the end: they shorten decay_steps' default", NOT_NEGATIVE, DEFAULT_DECAY + DECAYING
+    )
+    decay_steps: int | None = key(
+        None, "steps to min_lr, with warm-up; null: train.steps - constant_steps", COUNT, DECAYING
+    )
     warmup_samples: int | None = key(None, "warm-up counted in samples instead of steps", NOT_NEGATIVE)
-    decay_samples: int | None = key(None, "decay counted in samples instead of steps", COUNT)
+    decay_samples: int | None = key(None, "decay counted in samples instead of steps", COUNT, DECAYING)
     betas: tuple[float, float] = key((0.9, 0.95), "AdamW's running-average factors", FRACTION)
     eps: float = key(1e-8, "AdamW's epsilon", POSITIVE)
     weight_decay: float = key(0.1, "decoupled weight decay of matrices (norms and biases have none)", NOT_NEGATIVE)
@@ -182,12 +204,25 @@ class DataConfig:
         "corpus: Python's standard library; mock: random tokens; indexed: Megatron .bin/.idx files; sft: "
         "JSONL of prompt and completion, or of chat messages",
     )
-    paths: tuple[str, ...] = key((), "indexed: one prefix, or weight prefix pairs; sft: files, or docstrings")
-    valid_paths: tuple[str, ...] = key((), "sft: files to validate on; none: a share of paths")
+    paths: tuple[str, ...] = key(
+        (),
+        "indexed: one prefix, or weight prefix pairs; sft: files, or docstrings",
+        needs=(Needs("data.source", ("indexed", "sft"), "is not read with {}"),),
+    )
+    valid_paths: tuple[str, ...] = key(
+        (),
+        "sft: files to validate on; none: a share of paths",
+        needs=(Needs("data.source", ("sft",), "is not read with {}"),),
+    )
     split: str = key("969,30,1", "train, validation and test shares of the documents; sft with valid_paths: not read")
     tokenizer: str = key("corpus", "corpus, bytes, gpt2:DIR, llama3:FILE, llama2:FILE or hf:DIR")
     separate_documents: bool = key(False, "no attention across documents, positions restart in each")
-    document_length: int | None = key(None, "mock: documents of up to so many tokens; null: mean of 1/4 sample", COUNT)
+    document_length: int | None = key(
+        None,
+        "mock: documents of up to so many tokens; null: mean of 1/4 sample",
+        COUNT,
+        (Needs("data.source", ("mock",), "is of random documents, and {} has its own"),),
+    )
     cache_dir: str = key("~/.cache/minitron", "where the corpus and the sample indices are kept")
 
 
@@ -203,10 +238,12 @@ class CheckpointConfig:
         None, "mean time between failures of the whole job, from which auto follows with what saves cost", POSITIVE
     )
     local_dir: str | None = key(
-        None, "on each node's own disk, beside dir: more saves, which a start prefers if they are newer and all there"
+        None,
+        "on each node's own disk, beside dir: more saves, which a start prefers if they are newer and complete",
+        needs=SAVING,
     )
     local_every: int | Literal["auto"] = key(
-        20, "steps between saves in local_dir; auto: as often as costs least", COUNT
+        20, "steps between saves in local_dir; auto: as often as costs least", COUNT, (Needs("checkpoint.local_dir"),)
     )
     keep: int = key(
         2,
@@ -215,13 +252,25 @@ class CheckpointConfig:
         NOT_NEGATIVE,
     )
     resume: bool = key(True, "go on from the newest checkpoint in dir")
-    resume_step: int | None = key(None, "go back to the checkpoint of this step; null: the newest", NOT_NEGATIVE)
+    resume_step: int | None = key(
+        None,
+        "go back to the checkpoint of this step; null: the newest",
+        NOT_NEGATIVE,
+        (*SAVING, Needs("checkpoint.resume", (True,))),
+    )
     async_save: bool = key(True, "write while training goes on, from a copy in host memory")
     load: str | None = key(None, "start from the weights of this checkpoint, if none in dir is resumed")
     export: Literal["none", "hf"] = key(
-        "none", "hf: beside saves a folder step_...-hf that transformers reads, written by a process of its own"
+        "none",
+        "hf: beside saves a folder step_...-hf that transformers reads, written by another process",
+        needs=SAVING,
     )
-    export_every: int = key(1, "checkpoint.export: beside each save of so many, and beside the last", COUNT)
+    export_every: int = key(
+        1,
+        "checkpoint.export: beside each save of so many, and beside the last",
+        COUNT,
+        (Needs("checkpoint.export", ("hf",)),),
+    )
 
 
 @dataclass(frozen=True)
@@ -229,16 +278,22 @@ class FinetuneConfig:
     kind: Literal["sft", "lora"] | None = key(
         None, "sft: all weights are trained; lora: adapters beside frozen weights; null: pretraining"
     )
-    base: str | None = key(None, "the weights to start from: a Hugging Face folder or a minitron checkpoint")
+    base: str | None = key(
+        None,
+        "the weights to start from: a Hugging Face folder or a minitron checkpoint",
+        needs=(Needs("finetune.kind", ("sft", "lora")),),
+    )
 
 
 @dataclass(frozen=True)
 class LoraConfig:
-    rank: int = key(8, "inner width of an adapter", COUNT)
-    alpha: float = key(16.0, "what adapters add is multiplied by alpha / rank", POSITIVE)
-    dropout: float = key(0.0, "dropout of what adapters read", FRACTION)
+    rank: int = key(8, "inner width of an adapter", COUNT, LORA)
+    alpha: float = key(16.0, "what adapters add is multiplied by alpha / rank", POSITIVE, LORA)
+    dropout: float = key(0.0, "dropout of what adapters read", FRACTION, LORA)
     targets: tuple[str, ...] = key(
-        ("qkv",), "linear layers with an adapter: qkv (one for all three) or any of q, k, v; o, gate, up, down"
+        ("qkv",),
+        "linear layers with an adapter: qkv (one for all three) or any of q, k, v; o, gate, up, down",
+        needs=LORA,
     )
 
     @property
@@ -285,7 +340,7 @@ class Config:
     profile: ProfileConfig = key(ProfileConfig, "some steps under a profiler")
 
     def dp(self, world: int) -> int:
-        """Count the data-parallel ranks: what tp, pp and cp leave of the world."""
+        """Count the data-parallel ranks: the world divided by tp, pp and cp."""
         return world // (self.parallel.tp * self.parallel.pp * self.parallel.cp)
 
     def num_microbatches(self, dp: int) -> int:
@@ -293,26 +348,26 @@ class Config:
         return self.train.global_batch_size // (self.train.micro_batch_size * dp)
 
 
-def changed(cfg: Config, **sections: Mapping[str, object]) -> Config:
-    """Return cfg with other values of some keys: changed(cfg, train=dict(steps=2), parallel=dict(tp=4))."""
-    return replace(cfg, **{name: replace(getattr(cfg, name), **values) for name, values in sections.items()})
+def changed(cfg: Config, **sections: dict[str, Any]) -> Config:
+    """Return a copy of cfg with other values of some keys: changed(cfg, train=dict(steps=3), parallel=dict(tp=2))."""
+    return replace(cfg, **{name: replace(getattr(cfg, name), **keys) for name, keys in sections.items()})
 
 
 # ---- the keys as a list ---------------------------------------------------------------------------------------------
 
 
 class Key(NamedTuple):
-    """A key that holds a value. name: `section.key`. kinds: the types that it takes, the one with most values first."""
+    """A key that holds a value. name: `section.key`. accepted_types: the one with most values first."""
 
     name: str
-    kinds: tuple
+    accepted_types: tuple
     field: Field
 
 
 def keys(cls: type = Config, prefix: str = "") -> Iterator[Key]:
     """List the keys of a section in order, each followed by the keys of the section that it may hold."""
     for f in fields(cls):
-        section = (accepted := kinds(cls)[f.name])[0]
+        section = (accepted := accepted_types(cls)[f.name])[0]
         if not is_dataclass(section) or f.default is None:
             yield Key(f"{prefix}{f.name}", accepted, f)
         if is_dataclass(section):
@@ -320,7 +375,7 @@ def keys(cls: type = Config, prefix: str = "") -> Iterator[Key]:
 
 
 @functools.cache
-def kinds(cls: type) -> dict[str, tuple]:
+def accepted_types(cls: type) -> dict[str, tuple]:
     """Return the types that each field of a section takes: (int, NoneType) for `int | None`, (int,) for `int`."""
     return {
         name: get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)

@@ -1,7 +1,6 @@
-"""Sizes that the trainer allocates by and the planner counts by.
+"""Sizes that trainer and planner share: the trainer allocates by them, the planner counts by them.
 
-Both parts count by the same functions, so that they cannot differ. This folder does not import torch, so a plan takes a
-second. A size that only one of the two needs is where it is used.
+config does not import torch, so a plan takes a second. A size that only one of the two needs is defined there.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def stream_length(cfg: Config) -> int:
 
 
 def in_pieces(tp: int, sequence_parallel: bool, overlap: bool) -> bool:
-    """Tell whether products of tp ranks that see each other's memory run in pieces, beside the copies of others."""
+    """Tell whether products of tp ranks that read each other's memory run in chunks that overlap with copies."""
     return overlap and sequence_parallel and tp > 1 and tp & (tp - 1) == 0
 
 

@@ -1,10 +1,10 @@
-"""Read YAML so that every value stays the text that was typed, and write it so that it is read back.
+"""Read YAML without guessing types, and write it so that it is read back.
 
 Problem: YAML guesses. It reads 2026_11_22 as an integer, 010 as eight, 1:30 as ninety, and `a #b` as a. The idea: only
-the key knows what a value is. So the parser's events become mappings, lists, texts in quotes (str) and texts without
-quotes (Plain), and `minitron.config.convert` gives each Plain the type of its key:
+the key determines what a value is. So the parser's events become mappings, lists, texts in quotes (str) and texts
+without quotes (Unquoted), and `minitron.config.convert` gives each Unquoted the type of its key:
 
-    log: {dir: 010, every: 1}    ->    {"log": {"dir": Plain("010"), "every": Plain("1")}}
+    log: {dir: 010, every: 1}    ->    {"log": {"dir": Unquoted("010"), "every": Unquoted("1")}}
 
 Left out: anchors, aliases, tags and several documents, which a configuration does not need and a hostile file abuses.
 """
@@ -32,24 +32,28 @@ NUMBER = re.compile(r"[+-]?([0-9](_?[0-9])*(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+
 UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-class Plain(str):
-    """A value that was typed without quotes: its key says what it is."""
+class Unquoted(str):
+    """A value that was typed without quotes. Its key determines its type."""
 
 
 def read_file(path: str) -> dict:
     """Read the mapping that a YAML file holds, {} from an empty file. Raises ValueError."""
     try:
-        tree = parse(read_bytes(path, FILE_BYTES).decode("utf-8"))
+        return parse_mapping(read_bytes(path, FILE_BYTES).decode("utf-8"), path)
     except (OSError, UnicodeDecodeError) as error:
         reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror.lower()
         raise ValueError(f"{path} cannot be read: {reason}; name an existing YAML file") from None
+
+
+def parse_mapping(text: str, origin: str) -> dict:
+    """Parse a text that holds a mapping, {} if it is empty. origin: the first word of an error. Raises ValueError."""
+    try:
+        tree = parse(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not valid YAML: {short(error, 300)}; correct it there") from None
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
-        raise ValueError(f"{path} holds no mapping; write `section:` and below it, indented, `key: value`")
-    return tree
+        raise ValueError(f"{origin} is not valid YAML: {short(error, 300)}; correct it there") from None
+    if tree is not None and not isinstance(tree, dict):
+        raise ValueError(f"{origin} holds no mapping; write `section:` and below it, indented, `key: value`")
+    return tree or {}
 
 
 def parse(text: str) -> Any:
@@ -68,7 +72,7 @@ def _node(event: yaml.Event, events: Iterator[yaml.Event], depth: int) -> Any:
     if depth > MAX_DEPTH:
         _fail("it is nested too deeply", event)
     if isinstance(event, yaml.ScalarEvent):
-        return event.value if event.style else Plain(event.value if event.value not in ("", "~") else "null")
+        return event.value if event.style else Unquoted(event.value if event.value not in ("", "~") else "null")
     items = []
     while not isinstance(inner := next(events), yaml.CollectionEndEvent):
         items.append(_node(inner, events, depth + 1))
@@ -89,12 +93,12 @@ def _fail(problem: str, event: yaml.Event) -> NoReturn:
 
 
 def from_json(tree: Any) -> Any:
-    """Turn a value of JSON into what `read_file` would have read: all but texts become Plain."""
+    """Turn a value of JSON into what `read_file` would have read: all but texts become Unquoted."""
     if isinstance(tree, dict):
         return {str(key): from_json(value) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
         return [from_json(value) for value in tree]
-    return tree if isinstance(tree, str) else Plain(json.dumps(tree))
+    return tree if isinstance(tree, str) else Unquoted(json.dumps(tree))
 
 
 def to_yaml(cfg: Config) -> str:
@@ -123,12 +127,12 @@ def shown(value: Any) -> str:
     elif isinstance(value, (list, tuple)):
         text = f"[{', '.join(map(shown, value))}]"
     else:
-        text = value if isinstance(value, Plain) else yaml.safe_dump(value, width=10**6).removesuffix("\n...\n")
+        text = value if isinstance(value, Unquoted) else yaml.safe_dump(value, width=10**6).removesuffix("\n...\n")
     return short(text)
 
 
 def printable(text: object) -> str:
-    """Write a name so that it cannot move the cursor or pass for two lines: each such character becomes its escape."""
+    """Escape the characters of a name that move the cursor or end a line."""
     return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
 
 

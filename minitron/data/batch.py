@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,10 +45,11 @@ class Batch:
         return self._with(self.packed.clone())
 
     def _with(self, packed: Tensor) -> Batch:
-        mine, documents = {name: getattr(self, name) for name in TENSORS}, self.documents
+        mine: dict[str, Tensor] = {name: getattr(self, name) for name in TENSORS}
+        documents = self.documents
         if documents is not None:
             mine["spans"] = documents.spans
-        views = _views(packed, mine)
+        views: dict[str, Any] = _views(packed, mine)
         if documents is not None:
             documents = replace(documents, spans=views.pop("spans"))
         return replace(self, packed=packed, documents=documents, **views)

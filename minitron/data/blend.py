@@ -8,10 +8,10 @@ lowest i.  After any number of steps every dataset is within about one sample of
 
 The rule is a loop, and ten million steps of Python take minutes.  But slightly wrong counts
 converge to the right ones, because the rule draws what is missing.  So the steps are cut into
-chunks that run side by side in NumPy, each from guessed counts (its shares, rounded).  Each chunk that did not begin
-with the counts at the end of the chunk before is then run once more, from those, until there is none left.  The first
-chunk is exact, so each round makes at least one more chunk exact; in practice a few rounds are enough.  The order is
-the loop's, bit for bit.
+chunks that NumPy computes together, each from guessed counts (its shares, rounded).  A chunk whose first counts differ
+from the last counts of the chunk before is computed again from these, until all chunks agree.  The first chunk is
+exact, so each round makes at least one more chunk exact; in practice a few rounds are enough.  The order is the loop's,
+bit for bit.
 
 Left out: blending by dataset size without weights.
 """

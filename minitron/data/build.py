@@ -1,4 +1,4 @@
-"""From the keys of `data` to a training and a validation set: all others build data through this file alone.
+"""Build the training and the validation set from the keys of `data`. All other code builds data through this file.
 
     source    made of                                                        tokenizer
     corpus    the Python standard library (corpus.py)                        its own
@@ -6,11 +6,11 @@
     sft       JSONL of prompts and answers, packed (sft.py, packing.py)      data.tokenizer, or the corpus's
     mock      random ids (mock.py)                                           none
 
-Every rank calls `build_datasets` with the same arguments; one of them builds what has to be built (cache.py).  A
+Every rank calls `build_datasets` with the same arguments, and one of them builds the indices (cache.py).  A
 split cuts the sequences, in file order, at its cumulative shares: 790 sequences at "7,3,1" give 0 to 503 for training,
 503 to 718 for validation and the rest for tests.
 
-Everything that can be wrong with data is found here, before a model exists: a missing or foreign file, a split that
+Defects of the data are found here, before a model exists: a missing or foreign file, a split that
 leaves nothing, a zero weight, a tokenizer that did not make the data, an id beyond the vocabulary.  An index and a .bin
 of at most 1 GiB are read in full by one rank, once per vocabulary, and again when a file was written or replaced; the
 cache keeps the result.  Of a larger .bin the first million tokens are read, the others when they are drawn;
@@ -23,7 +23,7 @@ import functools
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -60,12 +60,12 @@ class Datasets(NamedTuple):
     train: Dataset
     valid: Dataset | None
     tokenizer: Tokenizer | None
-    info: dict
+    info: dict[str, Any]
     note: str = ""
 
 
 def no_tokenizer(spec: str, cache: Cache) -> Tokenizer:
-    """Refuse to open a tokenizer, for callers whose data need none."""
+    """Refuse to open a tokenizer. For callers whose data need none."""
     raise ValueError(f"data.tokenizer={spec} cannot be opened here; use a source that needs no tokenizer of others")
 
 
@@ -106,7 +106,7 @@ def build_datasets(
 
 
 # What a source gives: the tokenizer, the beginning of `info`, and (part of the split, samples) -> dataset.
-Source = tuple[Tokenizer | None, dict, Callable[[int, int], Dataset]]
+Source = tuple[Tokenizer | None, dict[str, Any], Callable[[int, int], Dataset]]
 
 
 def _mock(data: DataConfig, load: LoadTokenizer, cache: Cache, vocab_size: int, seq_len: int, seed: int) -> Source:
@@ -127,7 +127,9 @@ def _token_files(
     data: DataConfig, load: LoadTokenizer, cache: Cache, vocab_size: int, seq_len: int, seed: int
 ) -> Source:
     """Open the corpus, one file or a blend of several, and check all files."""
-    weights, info = None, {"source": data.source, "split": data.split, "seq_len": seq_len, "seed": seed}
+    tokenizer: Tokenizer | None
+    weights: list[float] | None = None
+    info: dict[str, Any] = {"source": data.source, "split": data.split, "seq_len": seq_len, "seed": seed}
     if data.source == "corpus":
         if data.tokenizer != "corpus":
             why = f"data.tokenizer={data.tokenizer} cannot read data.source=corpus, which has its own"
@@ -156,15 +158,15 @@ def _token_files(
 
 def _sft(data: DataConfig, load: LoadTokenizer, cache: Cache, vocab_size: int, seq_len: int, seed: int) -> Source:
     """Tokenize and pack files of questions and answers."""
-    corpus = data.tokenizer == "corpus"
-    tokenizer = build_corpus(cache, vocab_size).tokenizer if corpus else load(data.tokenizer, cache)
+    own = data.tokenizer == "corpus"
+    tokenizer: Tokenizer = build_corpus(cache, vocab_size).tokenizer if own else load(data.tokenizer, cache)
     check_vocabulary(tokenizer.vocab_size, f"data.tokenizer={data.tokenizer}", vocab_size)
     of_their_own = data.valid_paths
 
     @functools.cache
     def read(paths: tuple[str, ...]) -> TokenizedFiles:
-        paths = [build_docstrings(cache) if path == "docstrings" else path for path in paths]
-        return TokenizedFiles(paths, tokenizer, cache)
+        files = [build_docstrings(cache) if path == "docstrings" else path for path in paths]
+        return TokenizedFiles(files, tokenizer, cache)
 
     def dataset(which: int, samples: int) -> SFTDataset:
         documents = read(tuple(of_their_own if which == VALID and of_their_own else data.paths))

@@ -1,4 +1,4 @@
-"""Build a cached folder once, however many processes on however many nodes need it.
+"""Build a cached folder once, for any number of processes on any number of nodes.
 
 A file lock of one node may not hold on another (Lustre localflock, NFS nolock), so nothing here depends on a lock.  A
 process builds in a folder that only it uses, then renames it.  A rename is atomic and fails if the final folder exists:
@@ -11,7 +11,7 @@ The mkdir succeeds in one process, and the others wait.  The builder may be dead
 more process makes NAME.1.partial and builds as well.  The first to finish deletes all of these folders.  A build writes
 contents.json last: lengths and checksums of its files.  A folder of an older version gets it where it can be written.
 
-Left out: eviction.  A cache directory may be deleted by hand whenever no run uses it.
+Left out: eviction.  A cache directory may be deleted by hand while no run uses it.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ class Cache(NamedTuple):
     first_on_node: this process checks the files of a folder in full. Of the processes on a node one need do so.
     """
 
-    directory: str | os.PathLike
+    directory: str | os.PathLike[str]
     first_on_node: bool = True
 
     def build_once(self, name: str, build: Callable[[Path], object]) -> Path:
@@ -70,7 +70,7 @@ class Cache(NamedTuple):
             return (folder / "text").read_text()
 
 
-def reading(directory: Path) -> AbstractContextManager:
+def reading(directory: Path) -> AbstractContextManager[None]:
     """Turn the error of a missing or damaged file, read inside, into a ValueError that names the fix."""
     what, fix = f"{directory}: this folder of data.cache_dir is damaged", "delete it, the next run builds it again"
     return errors_as(ValueError, lambda error: f"{what} ({error}); {fix}", OSError, EOFError, ValueError)

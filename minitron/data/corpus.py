@@ -1,4 +1,4 @@
-"""A corpus of real text that every machine has: the Python standard library's own sources.
+"""A corpus of real text that every machine has: the sources of the Python standard library.
 
 A first run must need no download.  The .py files of the running Python (about 12 MB) are text written by people, with
 structure at every scale; a small model learns them visibly in minutes.  `build_corpus` does, once per cache directory:
@@ -34,11 +34,12 @@ import sysconfig
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import sentencepiece
 
+from minitron.config.files import write_json
 from minitron.data.cache import Cache, reading
 from minitron.data.indexed import IndexedDataset, IndexedWriter, best_dtype
 from minitron.data.tokenizers import SentencePieceTokenizer
@@ -51,7 +52,7 @@ OTHER_DATA = "use another Python, or data.source=indexed with your own data"
 UNCHANGED = dict(normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False)
 PIECES = dict(byte_fallback=True, allow_whitespace_only_pieces=True, split_digits=True)
 IDS = dict(unk_id=0, eos_id=1, bos_id=-1, pad_id=-1)
-TRAINER = dict(model_type="bpe", num_threads=1) | UNCHANGED | PIECES | IDS
+TRAINER: dict[str, Any] = dict(model_type="bpe", num_threads=1) | UNCHANGED | PIECES | IDS
 
 
 class Corpus(NamedTuple):
@@ -59,7 +60,7 @@ class Corpus(NamedTuple):
 
     prefix: str
     tokenizer: "CorpusTokenizer"
-    meta: dict
+    meta: dict[str, Any]
 
 
 class CorpusTokenizer(SentencePieceTokenizer):
@@ -75,7 +76,7 @@ class CorpusTokenizer(SentencePieceTokenizer):
         return first + [i for ids in others for i in mark + ids]
 
 
-def build_corpus(cache: Cache, vocab_size: int, root: str | os.PathLike | None = None) -> Corpus:
+def build_corpus(cache: Cache, vocab_size: int, root: str | os.PathLike[str] | None = None) -> Corpus:
     """Build the corpus in the cache, or find it there; safe to call from any number of processes at once.
 
     root: the folder of sources, by default this Python's standard library.
@@ -90,7 +91,7 @@ def build_corpus(cache: Cache, vocab_size: int, root: str | os.PathLike | None =
         return Corpus(str(folder / "corpus"), tokenizer, json.loads((folder / "meta.json").read_text()))
 
 
-def read_sources(root: str | os.PathLike | None = None) -> list[tuple[str, bytes]]:
+def read_sources(root: str | os.PathLike[str] | None = None) -> list[tuple[str, bytes]]:
     """Read every non-empty .py file below root: (relative name, content), ordered by the hash of the name.
 
     root: by default this Python's standard library.  Raises ValueError when there is none.
@@ -137,7 +138,7 @@ def _build(folder: Path, sources: list[tuple[str, bytes]], vocab_size: int, fing
     meta = {"python": platform.python_version(), "fingerprint": fingerprint, "files": len(texts)}
     meta |= {"bytes": sum(len(text.encode()) for text in texts), "tokens": tokens.num_tokens, "vocab_size": vocab_size}
     meta |= {"skipped": skipped, "unigram_entropy": unigram_entropy(tokens)}
-    (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
+    write_json(folder / "meta.json", meta)
 
 
 def _train(texts: list[str], vocab_size: int) -> bytes:
@@ -165,7 +166,7 @@ def unigram_entropy(dataset: IndexedDataset) -> float:
 # ---- instructions ---------------------------------------------------------------------------------------------------
 
 
-def build_docstrings(cache: Cache, root: str | os.PathLike | None = None) -> Path:
+def build_docstrings(cache: Cache, root: str | os.PathLike[str] | None = None) -> Path:
     """Return the JSONL file of pairs, built once; safe to call from any number of processes at once.
 
     root: the folder of sources, by default this Python's standard library.  Raises ValueError when there is no source.
@@ -177,7 +178,7 @@ def build_docstrings(cache: Cache, root: str | os.PathLike | None = None) -> Pat
 
 
 def _write_pairs(folder: Path, sources: list[tuple[str, bytes]]) -> None:
-    pairs = {}  # the first of equal signatures
+    pairs: dict[str, str] = {}  # the first of equal signatures
     for name, content in sources:
         for signature, sentence in explained(name, content):
             pairs.setdefault(f"Explain {signature}:", f" {sentence}")

@@ -18,7 +18,7 @@ shuffled apart from the others, so that its documents come last.  All shuffles c
 
 The arrays are a pure function of their key (data, sequences, samples, s, seed); they are built once, cached as .npy and
 memory-mapped.  A cut is the document whose cumulative length first exceeds k*s: a cumsum and a searchsorted by blocks,
-so 100 million documents take seconds, in NumPy.
+so 100 million documents take seconds in NumPy.
 
 Left out: padding of a last partial sample (Megatron can keep one for validation), s3 paths.
 """
@@ -26,10 +26,11 @@ Left out: padding of a last partial sample (Megatron can keep one for validation
 import hashlib
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from minitron.config.files import write_json
 from minitron.data.cache import Cache, load_arrays, save_arrays
 from minitron.data.indexed import DataError, IndexedDataset
 
@@ -189,7 +190,7 @@ def count_tokens(indexed: IndexedDataset, sequences: range, seq_len: int) -> int
     return tokens
 
 
-def _save_index(folder: Path, key: dict, indexed: IndexedDataset, sequences: range) -> None:
+def _save_index(folder: Path, key: dict[str, Any], indexed: IndexedDataset, sequences: range) -> None:
     """Build the three arrays of `key` and write them into `folder`, and the key as key.json, for people to read."""
     tokens = count_tokens(indexed, sequences, key["seq_len"])
     plan, rng = plan_epochs(tokens, key["samples"], key["seq_len"]), np.random.RandomState(key["seed"])
@@ -202,4 +203,4 @@ def _save_index(folder: Path, key: dict, indexed: IndexedDataset, sequences: ran
             rng.shuffle(part)
     cuts = build_sample_index(indexed.lengths, documents, plan.samples, key["seq_len"])
     save_arrays(folder, document=documents, sample=cuts, shuffle=shuffle)
-    (folder / "key.json").write_text(json.dumps(key | plan._asdict(), indent=1) + "\n")
+    write_json(folder / "key.json", key | plan._asdict())

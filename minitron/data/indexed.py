@@ -21,7 +21,6 @@ Left out: reading without a memory map, object stores.
 
 import functools
 import hashlib
-import json
 import os
 import secrets
 import struct
@@ -29,10 +28,11 @@ from array import array
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ContextDecorator, ExitStack
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from minitron.config.files import errors_as, read_json
+from minitron.config.files import errors_as, read_json, write_json
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -73,7 +73,7 @@ class IndexedDataset:
     """
 
     @_readable()
-    def __init__(self, prefix: str | os.PathLike, fingerprint: str | None = None):
+    def __init__(self, prefix: str | os.PathLike[str], fingerprint: str | None = None):
         self.prefix = os.fspath(prefix)
         if fingerprint is not None:
             self.fingerprint = fingerprint
@@ -122,9 +122,8 @@ class IndexedDataset:
     def fingerprint(self) -> str:
         """16 hex digits of the dtype, every length, and both ends of .bin: the same wherever the files lie."""
         digest = hashlib.sha256(f"{self.dtype.str} {len(self._bin)} ".encode())
-        digest.update(self.lengths)
-        for end in (self._bin[: 1 << 16], self._bin[-1 << 16 :]):
-            digest.update(end)
+        for part in (self.lengths, self._bin[: 1 << 16], self._bin[-1 << 16 :]):
+            digest.update(part.data)
         return digest.hexdigest()[:16]
 
     def _map_tokens(self) -> np.ndarray:
@@ -140,7 +139,7 @@ class IndexedDataset:
         return np.memmap(path, dtype=np.uint8, mode="r") if size else np.empty(0, np.uint8)
 
 
-class IndexedWriter(AbstractContextManager):
+class IndexedWriter(AbstractContextManager["IndexedWriter"]):
     """Write PREFIX.bin and PREFIX.idx; nothing appears under these names before `finalize`.
 
     As a context manager it finalizes on success and deletes its temporary files on an error.  sidecar: a dict for
@@ -148,7 +147,7 @@ class IndexedWriter(AbstractContextManager):
     Raises ValueError when the files cannot be written, whatever the reason: a path, a permission, a full disk.
     """
 
-    def __init__(self, prefix: str | os.PathLike, dtype: np.dtype | type, sidecar: dict | None = None):
+    def __init__(self, prefix: str | os.PathLike[str], dtype: np.dtype | type, sidecar: dict[str, Any] | None = None):
         self.prefix = os.fspath(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.sidecar = sidecar
@@ -163,7 +162,7 @@ class IndexedWriter(AbstractContextManager):
             Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
             self._bin = open(f"{self.prefix}.bin{self._suffix}", "xb")
 
-    def __exit__(self, kind, error, traceback) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with ExitStack() as last_of_all:
             for name in "bin", "idx":
                 last_of_all.callback(Path(f"{self.prefix}.{name}{self._suffix}").unlink, missing_ok=True)
@@ -181,7 +180,7 @@ class IndexedWriter(AbstractContextManager):
         self._document_indices.append(len(self._lengths))
 
     def finalize(self) -> None:
-        """Write the index and rename: .bin first, .idx last, so that whoever sees an .idx sees a whole dataset."""
+        """Write the index and rename: .bin first, .idx last, so that a dataset with an .idx is complete."""
         lengths = np.frombuffer(self._lengths, "<i4")
         pointers = np.zeros(len(lengths), "<i8")
         np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
@@ -198,7 +197,7 @@ class IndexedWriter(AbstractContextManager):
             os.replace(f"{self.prefix}.bin{self._suffix}", f"{self.prefix}.bin")
             Path(f"{self.prefix}.json").unlink(missing_ok=True)
             if self.sidecar is not None:
-                Path(f"{self.prefix}.json").write_text(json.dumps(self.sidecar, indent=1) + "\n")
+                write_json(f"{self.prefix}.json", self.sidecar)
             os.replace(f"{self.prefix}.idx{self._suffix}", f"{self.prefix}.idx")
 
     def _as_tokens(self, tokens: np.ndarray) -> np.ndarray:
@@ -214,7 +213,7 @@ class IndexedWriter(AbstractContextManager):
 
 
 @_readable()
-def read_sidecar(prefix: str | os.PathLike) -> dict | None:
+def read_sidecar(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
     """Read PREFIX.json, which says what tokenizer made the dataset; None if there is none (a dataset of others)."""
     path = Path(f"{os.fspath(prefix)}.json")
     if not path.is_file():
@@ -251,8 +250,8 @@ def check_index(dataset: IndexedDataset) -> None:
     indices, n = dataset.document_indices, len(dataset)
     falls = np.flatnonzero(indices[1:] < indices[:-1])
     if len(falls) or not len(indices) or indices[0] != 0 or indices[-1] != n:
+        shown = indices[falls[0] : falls[0] + 2] if len(falls) else np.append(indices[:1], indices[-1:])
         place = falls[0] if len(falls) else "both ends"
-        shown = indices[place : place + 2] if len(falls) else np.append(indices[:1], indices[-1:])
         why = f"its document indices do not rise from 0 to {n}: {shown.tolist()} at {place}"
         raise DataError(f"{dataset.prefix}.idx: {why}; {_DAMAGED}")
 
@@ -286,11 +285,11 @@ def _read_header(prefix: str) -> tuple[np.dtype, int, int]:
     return DTYPES[code], num_sequences, num_indices
 
 
-def _writing(prefix: str) -> AbstractContextManager:
+def _writing(prefix: str) -> AbstractContextManager[None]:
     fix = "choose a prefix in a folder that you may write, with room in it"
     return errors_as(ValueError, lambda error: f"{prefix}: cannot be written ({error}); {fix}", OSError)
 
 
-def _flush_to_disk(file) -> None:
+def _flush_to_disk(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())

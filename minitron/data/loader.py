@@ -1,12 +1,12 @@
-"""From samples to microbatches on the device: who reads what, in which order.
+"""From samples to microbatches on the device, and which rank reads which samples.
 
-The order is a function of the number of samples consumed so far and of nothing else. A step takes the next
+The order depends only on the number of samples consumed so far. A step takes the next
 global_batch_size samples; of each run of micro_batch_size * dp samples, data-parallel rank r takes the r-th part:
 
     mbs 2, dp 2, 8 samples a step     microbatch 0   rank 0 [0 1]   rank 1 [2 3]
                                       microbatch 1   rank 0 [4 5]   rank 1 [6 7]
 
-so another dp size reads the same samples in the same step. Ranks of one tensor-, context- or pipeline-parallel group
+So another dp size reads the same samples in the same step. Ranks of one tensor-, context- or pipeline-parallel group
 read the same samples; each context rank keeps its part of the sequence. The next step's samples are read while the
 current one trains.
 """
@@ -15,8 +15,10 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
+from torch import Tensor
 
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config
@@ -25,22 +27,31 @@ from minitron.data.gpt import Sample
 from minitron.parallel.tiles import as_documents, local_positions
 
 
-class Loader:
-    """Microbatches of `dataset` (anything with len and [i] -> Sample) for this rank of the mesh."""
+class Samples(Protocol):
+    """A dataset."""
 
-    def __init__(self, dataset, cfg: Config, mesh: Mesh):
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, i: int) -> Sample: ...
+
+
+class Loader:
+    """Microbatches of `dataset` for this rank of the mesh."""
+
+    def __init__(self, dataset: Samples, cfg: Config, mesh: Mesh):
         self.dataset, self.mesh = dataset, mesh
         self.micro, self.total = cfg.train.micro_batch_size, cfg.train.global_batch_size
         self.separate = cfg.data.separate_documents
         self.order = local_positions(cfg.train.seq_len, mesh.cp.size, mesh.cp.rank, cfg.parallel.cp_style)
         self.reader = ThreadPoolExecutor(1, thread_name_prefix="loader")
-        self.ahead: dict[int, Future] = {}  # consumed -> the samples that follow
+        self.ahead: dict[int, Future[list[Batch]]] = {}  # consumed -> the samples that follow
 
     def step(self, consumed: int, step: int) -> list[Batch]:
         """Return this rank's microbatches of the step that begins after `consumed` samples."""
         ahead = self.ahead.get(consumed)
         host = self._read(consumed) if ahead is None else ahead.result()
         for batch in host:
+            assert isinstance(batch.step, Tensor)
             batch.step.fill_(step)
         moved = [batch.to(self.mesh.device) for batch in host]  # before a reader competes for the interpreter
         after = consumed + self.total
@@ -57,19 +68,20 @@ class Loader:
 
     def _microbatch(self, indices: range) -> Batch:
         drawn = [self.dataset[i] for i in indices]
-        views = [_view(sample, self.separate) for sample in drawn]
         tokens = np.stack([sample.tokens for sample in drawn], 1)  # [s + 1, b]
-        mask = np.stack([mask for mask, _, _ in views], 1)[self.order]
-        positions = self.order[:, None]
+        masks = [np.ones(len(tokens) - 1, np.float32) if x.mask is None else x.mask for x in drawn]
+        positions, documents, squares, spans = self.order[:, None], None, 0.0, {}
         if self.separate:
+            views = [separate(sample, mask) for sample, mask in zip(drawn, masks)]
+            masks, bounds = [mask for mask, _, _ in views], [bounds for _, _, bounds in views]
             positions = np.stack([positions for _, positions, _ in views], 1)[self.order]
-        arrays = {"tokens": tokens[:-1][self.order], "labels": tokens[1:][self.order]}
-        arrays |= {"mask": mask, "positions": positions, "order": self.order}
-        arrays |= {"samples": np.asarray(indices), "step": np.zeros((), np.int64)}
-        documents = None
-        if self.separate:
-            documents = as_documents(bounds for _, _, bounds in views)
-            arrays["spans"] = documents.spans.numpy()
+            documents = as_documents(bounds)
+            spans = {"spans": documents.spans.numpy()}
+            squares = sum(np.square(np.diff(b)).sum() - sample.padding**2 for b, sample in zip(bounds, drawn))
+        mask = np.stack(masks, 1)[self.order]
+        arrays = {"tokens": tokens[:-1][self.order], "labels": tokens[1:][self.order], "mask": mask}
+        arrays |= {"positions": positions, "order": self.order}
+        arrays |= {"samples": np.asarray(indices), "step": np.zeros((), np.int64)} | spans
         tensors = pack(arrays, pinned=self.mesh.device.type == "cuda")
         if documents is not None:
             documents = replace(documents, spans=tensors.pop("spans"))
@@ -77,28 +89,19 @@ class Loader:
             **tensors,
             count=float(mask.sum(dtype=np.float64)),
             documents=documents,
-            squared_lengths=sum(squared_lengths(b, sample.padding) for (_, _, b), sample in zip(views, drawn)),
+            squared_lengths=float(squares),
             padding=sum(sample.padding for sample in drawn),
         )
 
 
-def squared_lengths(bounds: np.ndarray | None, padding: int) -> float:
-    """Sum the squares of a sample's document lengths; 0 without bounds. The last document may be padding."""
-    return 0.0 if bounds is None else float(np.square(np.diff(bounds)).sum()) - float(padding) ** 2
+def separate(sample: Sample, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Keep the documents of a sample apart: mask [s], positions [s], document boundaries [0, ..., s].
 
-
-def _view(sample: Sample, separate: bool) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
-    """Make mask [s], positions [s] and document boundaries [0, ..., s] of a sample; without `separate` the mask alone.
-
-    With documents apart, the label after a document's last token belongs to the next one: it does not count.
+    The label of a document's last token belongs to the next document, so it does not count.
     """
-    s = len(sample.tokens) - 1
-    mask = np.ones(s, np.float32) if sample.mask is None else sample.mask
-    if not separate:
-        return mask, None, None
+    s = len(mask)
     inner = sample.starts[sample.starts < s].astype(np.int64)
     bounds = np.concatenate([[0], inner, [s]])
     mask = mask.copy()
     mask[sample.starts - 1] = 0.0
-    positions = np.arange(s) - np.repeat(bounds[:-1], np.diff(bounds))
-    return mask, positions, bounds
+    return mask, np.arange(s) - np.repeat(bounds[:-1], np.diff(bounds)), bounds

@@ -1,4 +1,4 @@
-"""Fine-tuning data: JSONL of questions and answers, packed so that only answers count and no document sees another.
+"""Fine-tuning data: JSONL of questions and answers, packed so that only answers count, without attention across them.
 
 A line of a file is a document, in one of two forms, of which the second takes Llama 3's template:
 
@@ -13,11 +13,11 @@ A line of a file is a document, in one of two forms, of which the second takes L
 Documents are tokenized once, into a .bin/.idx pair of `data.cache_dir` that is named by the hash of files and
 tokenizer.  Its sequences are context and answer in turn, so the index already says which tokens count.  packing.py
 chooses the documents of a sample.  It is a gpt.Sample as in pretraining, so every layout treats it alike: `starts`
-keeps documents apart, with positions from 0, and the mask is 1 for answers alone.  What is left at its end is a
-document of padding that counts nowhere.
+keeps documents apart, with positions from 0, and the mask is 1 for answers only. The rest of a sample is padding with
+loss weight 0.
 
-A document that is too long is cut at its end, and reported; one whose prompt alone is too long is an error, as is
-everything else that is wrong with a line; the error names the file and the line.
+A document that is too long is cut at its end, and reported. A prompt that is too long by itself is an error, as is any
+other defect of a line. The error names the file and the line.
 
 Left out: tools and other roles, templates of other models, weights of files.
 """
@@ -27,6 +27,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -45,10 +46,10 @@ class TokenizedFiles:
     """The tokenized lines of `paths`, in their order; `len()` counts them.
 
     fingerprint: 16 hex digits, the same wherever the files lie.  lengths: int64 [documents], in tokens.
-    Raises ValueError, naming file and line, for what cannot be learned from.
+    Raises ValueError, naming file and line, for a line without a question and an answer.
     """
 
-    def __init__(self, paths: Sequence[str | os.PathLike], tokenizer: Tokenizer, cache: Cache):
+    def __init__(self, paths: Sequence[str | os.PathLike[str]], tokenizer: Tokenizer, cache: Cache):
         self.paths, self.eod = [os.path.expanduser(path) for path in paths], tokenizer.eod
         self.prefix = ", ".join(self.paths)
         # Beside the fingerprint, which names what makes ids of a text: prompts begin with this token.
@@ -71,7 +72,7 @@ class TokenizedFiles:
         return len(self.lengths)
 
     def check(self, documents: range, seq_len: int) -> None:
-        """Raise ValueError for a prompt that leaves no room for any of its answer."""
+        """Raise ValueError for a prompt that leaves no room for its answer."""
         prompts = self._file.lengths[self._parts[documents.start : documents.stop]]
         if (prompts > seq_len).any():
             i = int((prompts > seq_len).argmax())
@@ -88,7 +89,7 @@ class TokenizedFiles:
 
 
 class SFTDataset:
-    """Samples of some documents of a file, packed: an endless order of epochs, of which the run asks num_samples.
+    """Packed samples of some documents of a file: an endless order of epochs, of which the run reads num_samples.
 
     note: a line that says how much there is, and how well it is packed.
     """
@@ -128,7 +129,7 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer) -> list[int]:
     return ([] if tokenizer.bos is None else [tokenizer.bos]) + tokenizer.encode(prompt)
 
 
-def encode_chat(messages: Sequence[dict], tokenizer: Tokenizer) -> list[list[int]]:
+def encode_chat(messages: Sequence[dict[str, Any]], tokenizer: Tokenizer) -> list[list[int]]:
     """Encode messages to context and answer in turn, one answer for each message of the assistant.
 
     Raises ValueError for a tokenizer without Llama 3's special tokens.
@@ -137,7 +138,8 @@ def encode_chat(messages: Sequence[dict], tokenizer: Tokenizer) -> list[list[int
         fix = "set data.tokenizer=llama3:FILE, or write prompt and completion"
         raise ValueError(f"chat messages need the special tokens of Llama 3; {fix}")
     begin, end, eot = (tokenizer.special[name] for name in HEADER)
-    parts, context = [], [tokenizer.bos]
+    parts: list[list[Any]] = []
+    context = [tokenizer.bos]
     for message in messages:
         context += [begin, *tokenizer.encode(message["role"]), end, *tokenizer.encode("\n\n")]
         content = [*tokenizer.encode(message["content"].strip()), eot]
@@ -153,8 +155,9 @@ def encode_line(line: bytes, tokenizer: Tokenizer) -> list[list[int]]:
     try:
         row = parse_json(line.rstrip())
     except ValueError as error:
-        parsed = isinstance(error, json.JSONDecodeError)  # else too deep, or not UTF-8
-        why = f"{error.msg} at character {error.pos + 1}" if parsed else error
+        why: object = error  # nested too deeply, or not UTF-8
+        if isinstance(error, json.JSONDecodeError):
+            why = f"{error.msg} at character {error.pos + 1}"
         raise ValueError(f"is not JSON ({why}); correct it") from error
     keys = {"prompt", "completion", "messages"} & (row.keys() if isinstance(row, dict) else set())
     if keys == {"messages"}:

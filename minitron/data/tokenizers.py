@@ -1,9 +1,9 @@
-"""Text to token ids and back: what data code needs of a tokenizer, and the two tokenizers that need no file of others.
+"""Text to token ids and back: the interface of a tokenizer, and the two tokenizers that need no published file.
 
-Tokenizers of published models are in interop/tokenizers.py; a command that is given one opens it and hands it in.
+Tokenizers of published models are in interop/tokenizers.py. A command opens one and passes it to data code.
 `encode` treats its input as plain text: "<|endoftext|>" in a document is thirteen characters, never the special token.
 It adds no token: code that separates documents appends `eod`. `fingerprint` names a tokenizer by its content, so a
-dataset can say which one made it wherever the files lie.
+dataset can record which one made it, wherever the files are.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ LoadTokenizer = Callable[[str, Cache], Tokenizer]
 class ByteTokenizer:
     """UTF-8 bytes as ids 0 to 255 and an end of document, 256, which decodes to nothing."""
 
-    vocab_size, eod, bos, special = 257, 256, None, {}
+    vocab_size, eod, bos = 257, 256, None
+    special: Mapping[str, int] = {}
     fingerprint = hashlib.sha256(b"bytes").hexdigest()[:16]
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i != self.eod).decode(errors="replace")
 
 
@@ -68,11 +69,11 @@ class SentencePieceTokenizer:
         if self.eod < 0:
             why = "the model has no end-of-sentence piece, so documents cannot be separated"
             raise ValueError(f"{name}: {why}; train it with one")
-        self.special = {self._model.id_to_piece(i): i for i in (self.bos, self.eod) if i is not None}
+        self.special: Mapping[str, int] = {self._model.id_to_piece(i): i for i in (self.bos, self.eod) if i is not None}
         self.fingerprint = hashlib.sha256(model).hexdigest()[:16]
 
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text)
 
-    def decode(self, ids: list[int]) -> str:
-        return self._model.decode(ids)
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._model.decode(list(ids))

@@ -4,37 +4,32 @@
     python -m minitron.pretrain checkpoints/mine/model.yaml checkpoint.load=checkpoints/mine data.source=...
     python tools/convert_megatron.py import nemo/weights checkpoints/mine model.num_heads=32 model.num_kv_heads=8
 
-The source is a folder iter_0001000, or the one above it, then its newest. Its tensors hold the sizes; what they do not
-hold (heads, rotary base, epsilon) is in the arguments that Megatron-LM saves. Where these are missing, as in a
-checkpoint of Megatron-core alone, keys of `model` or a YAML file after the two folders say it; they win over the
-arguments, too.
+The source is a folder iter_0001000, or the one above it, then its newest. The tensors determine the sizes. Heads,
+rotary base and epsilon are in the arguments that Megatron-LM saves. A checkpoint of Megatron-core alone has no
+arguments: give keys of `model` or a YAML file after the two folders. They win over arguments, too.
 
     decoder.layers.self_attention.linear_qkv.weight [L, (n + 2g) d, h]   rows group by group: q ... q k v
     -> blocks.i.attention.qkv.weight [(n + 2g) d, h]                     rows: all q, all k, all v
 
-Weights alone are taken over, and what is left out is said. No pickle is run (torch_dist.py).
+Only weights are imported, and the command prints what it leaves out. No pickle is run (torch_dist.py).
 
 Left out: the optimizer's state, Megatron's older format of a pickle a rank, mixtures of experts, other tensors than
 those of the two families: each is refused by its name.
 """
 
 import argparse
-import tempfile
-from dataclasses import asdict
-from functools import reduce
+from functools import lru_cache, reduce
 from pathlib import Path
 
 import torch
-import yaml
 from torch import Tensor
 
 from minitron.checkpoint.format import NAMES
 from minitron.config import cli, rules
-from minitron.config.command import Parser, new_folder
-from minitron.config.schema import Config, ModelConfig, PrecisionConfig
-from minitron.config.text import printable
+from minitron.config.command import Parser, new_path
+from minitron.config.schema import ModelConfig
 from minitron.interop import hf
-from minitron.interop.convert_hf import Writer
+from minitron.interop.import_weights import import_weights
 from minitron.interop.torch_dist import Reader
 from minitron.kernels.gemm import DTYPES
 
@@ -105,7 +100,9 @@ def main(argv: list[str]) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     importer = commands.add_parser("import", help="MEGATRON_FOLDER CHECKPOINT_DIR [KEYS]: Megatron to minitron")
     importer.add_argument("source", metavar="MEGATRON_FOLDER", help="with .metadata, or the one above it")
-    importer.add_argument("target", metavar="CHECKPOINT_DIR", help="new; gets the checkpoint and model.yaml")
+    importer.add_argument(
+        "target", type=new_path, metavar="CHECKPOINT_DIR", help="new; gets the checkpoint and model.yaml"
+    )
     importer.add_argument(
         "keys", nargs="*", metavar="KEY=VALUE|FILE", help="of `model`, as minitron.pretrain takes them"
     )
@@ -117,45 +114,54 @@ def main(argv: list[str]) -> None:
         help="unknown arguments of the checkpoint that, as you know, do not change the network",
     )
     options = parser.parse_args(argv)
-    if Path(options.target).exists():
-        raise ValueError(f"{options.target} exists already; delete it or name a new folder")
-    accepted = set(options.accept.split(","))
-    import_checkpoint(Path(options.source).expanduser(), options.target, options.keys, options.dtype, accepted)
+    source = Path(options.source).expanduser()
+    weights = MegatronWeights(source, options.keys, set(options.accept.split(",")))
+    import_weights(weights, options.target, options.dtype)
 
 
-def import_checkpoint(source: Path, target: str, keys: list[str], dtype: str | None, accepted: set[str]) -> None:
-    """Write a checkpoint of iteration 0 and model.yaml. Raises ValueError for what cannot be converted."""
-    reader = Reader(find(source))
-    weights = {name for name in reader.names() if not name.startswith(NOT_WEIGHTS)}
-    model, erf = model_of(reader, weights, keys, accepted)
-    shapes, places = hf.global_shapes(model), {}
-    for name in shapes:
-        places[name] = place_of(name, weights, reader)
-    for name in sorted(weights - {place for place, _ in places.values()}):
-        why = f"holds {name} {list(reader.shape(name))}, which minitron's {model.family} does not have"
-        raise ValueError(f"{reader.path} {why}; only dense GPT and Llama models can be converted")
-    found = reduce(torch.promote_types, (reader.dtype(place) for place, _ in places.values()))
-    if found not in NAMES:
-        raise ValueError(f"{reader.path} holds weights in {found}, none of {', '.join(DTYPES)}; convert them first")
-    dtype = dtype or NAMES[found]
-    count = 0
-    with new_folder(target) as folder:
-        with Writer(folder, 0, asdict(Config(model=model, precision=PrecisionConfig(dtype)))) as writer:
-            for name, shape in shapes.items():
-                tensor = arranged(reader.read(*places[name]), name, shape, model, f"{reader.path}: {places[name][0]}")
-                writer.add(name, "param", shape, (0,) * len(shape), tensor.to(DTYPES[dtype]))
-                count += tensor.numel()
-        (folder / "model.yaml").write_text(yaml.safe_dump({"model": asdict(model)}, sort_keys=False))
-    if erf:
-        print("note: bias_gelu_fusion was off, so its GELU was the exact one; minitron's is the tanh form, 1e-4 away")
-    left = len(reader.names()) - len(weights)
-    if left or reader.others:
-        print(f"left out: {left} tensors of the optimizer, {len(reader.others)} objects")
-    print(
-        f"{count:,} weights of a {model.family} model in {dtype}; to train them:\n"
-        f"python -m minitron.pretrain {printable(Path(target, 'model.yaml'))} "
-        f"checkpoint.load={printable(target)} data.source=..."
-    )
+class MegatronWeights:
+    """A checkpoint of Megatron's with the read interface of `Weights`; every tensor has the one kind "param".
+
+    keys: of `model`, as a command line has them. accepted: unknown arguments that do not change the network.
+    Attributes: path, model, precision and note, as `import_weights.Source` has them. Raises ValueError.
+    """
+
+    def __init__(self, source: Path, keys: list[str], accepted: set[str]):
+        self._reader = reader = Reader(find(source))
+        self.path = reader.path
+        weights = {name for name in reader.names() if not name.startswith(NOT_WEIGHTS)}
+        self.model, erf = model_of(reader, weights, keys, accepted)
+        self._shapes = hf.global_shapes(self.model)
+        self._places = {name: place_of(name, weights, reader) for name in self._shapes}
+        for name in sorted(weights - {place for place, _ in self._places.values()}):
+            why = f"holds {name} {list(reader.shape(name))}, which minitron's {self.model.family} does not have"
+            raise ValueError(f"{reader.path} {why}; only dense GPT and Llama models can be converted")
+        found = reduce(torch.promote_types, (reader.dtype(place) for place, _ in self._places.values()))
+        if found not in NAMES:
+            raise ValueError(f"{reader.path} holds weights in {found}, none of {', '.join(DTYPES)}; convert them first")
+        self.precision = NAMES[found]
+        notes = [
+            "bias_gelu_fusion was off, so its GELU was the exact one; minitron's is the tanh form, 1e-4 away"
+        ] * erf
+        if (left := len(reader.names()) - len(weights)) or reader.others:
+            notes.append(f"left out: {left} tensors of the optimizer, {len(reader.others)} objects")
+        self.note = "; ".join(notes)
+        self._whole = lru_cache(1)(self._arranged)  # rows are in another order, so a block needs the whole tensor
+
+    def names(self) -> list[str]:
+        return list(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def read(self, name: str, kind: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        """Read the box [start, start + shape) of a tensor."""
+        return self._whole(name)[tuple(slice(first, first + size) for first, size in zip(start, shape))]
+
+    def _arranged(self, name: str) -> Tensor:
+        place, row = self._places[name]
+        origin = f"{self.path}: {place}"
+        return arranged(self._reader.read(place, row), name, self._shapes[name], self.model, origin)
 
 
 def find(source: Path) -> Path:
@@ -223,9 +229,7 @@ def model_of(reader: Reader, weights: set[str], keys: list[str], accepted: set[s
         raise ValueError(f"{reader.path} has no arguments of a run{why}; {fix}, model.norm_eps, model.max_positions")
     if "rope_theta" in model:
         model["rope_theta"] = float(model["rope_theta"])
-    with tempfile.TemporaryDirectory() as folder:
-        (path := Path(folder) / "megatron.yaml").write_text(yaml.safe_dump({"model": model}))
-        cfg = cli.load([str(path), *keys, "train.seq_len=1"])
+    cfg = cli.load([*keys, "train.seq_len=1"], ({"model": model}, str(reader.path)))
     rules.check(cfg, world=1)
     return cfg.model, gpt and args.get("bias_gelu_fusion", True) is False
 

@@ -1,8 +1,8 @@
-"""Folders for others beside a run's saves: checkpoint.export=hf.
+"""Export Hugging Face folders beside the saves of a run: checkpoint.export=hf.
 
-Problem: people want to try a model while it is still trained, with programs that read Hugging Face's files. The idea: a
-checkpoint is whole and has no layout, so another process can turn it into such a folder, with a memory and a
-processor's share of its own: `tools/convert_hf.py export runs/a/step_00000100 runs/a/step_00000100-hf`.
+Problem: users want to try a model during its training, with programs that read Hugging Face's files. The idea: a
+checkpoint does not depend on a layout, so another process can convert it to such a folder, with memory and CPU time of
+its own: `tools/convert_hf.py export runs/a/step_00000100 runs/a/step_00000100-hf`.
 
     save 100 | save 200 | save 300 ...          rank 0 starts it once a save is there, and does not wait for it
              |- export 100 -----|               save 200 is not exported: export 100 is still running

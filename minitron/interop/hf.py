@@ -1,7 +1,7 @@
 """Hugging Face folders (config.json and safetensors) of Llama 2, 3, 3.1 and GPT-2, as minitron's global tensors.
 
-Problem: both sides hold the same numbers under other names, cut differently. The idea: one table, `tensor_map`, says of
-which Hugging Face tensors each of minitron's is a stack, row upon row. Reading and writing both follow it.
+Problem: both formats hold the same numbers under other names, split differently. The idea: one table, `tensor_map`,
+lists for each tensor of minitron the Hugging Face tensors whose rows it stacks. Reading and writing both use it.
 
     minitron                           Llama                                      GPT-2, under transformer.
     embedding.words.weight [v, h]      model.embed_tokens                         wte
@@ -18,8 +18,8 @@ whole softmax; the logit of the mean row is the mean logit.
 converted, or loaded in any layout, in the memory of one tensor.
 
 Left out: pickles (pytorch_model.bin), since loading one can run any code; quantized weights; the initial standard
-deviation and dropout, which belong to a run and not to weights (`dropout` says what is there); tokenizers, which
-hf_tokenizer.py brings along.
+deviation and dropout, which belong to a run and not to weights (`dropout` has them); tokenizers, which hf_tokenizer.py
+copies.
 """
 
 from __future__ import annotations
@@ -285,17 +285,17 @@ class FolderReader:
         return box
 
     def verify(self) -> None:
-        """Do nothing: files of others have no checksums."""
+        """Do nothing: these files have no checksums."""
 
     @property
     def note(self) -> str:
-        """Say which dropout of the source a run does not take over by itself."""
+        """Describe the dropout of the source, which a run does not take over by itself."""
         keys = " ".join(f"model.{key}={rate:g}" for key, rate in self.dropout.items())
         why = f"{self.index} has dropout, which belongs to a run and is not taken over"
         return f"{why}; to train with it: {keys}" if keys else ""
 
     def parts(self) -> tuple[str, FolderReader]:
-        """As Weights has it."""
+        """Return no text and this folder, as `Weights.parts` has it."""
         return "", self
 
     def _slice(self, part: Part, *index: slice) -> Tensor:

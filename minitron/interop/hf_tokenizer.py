@@ -1,29 +1,28 @@
-"""The tokenizer in an exported folder: what transformers, vLLM or lm-eval need to go from text to text.
+"""Write the tokenizer of an exported folder, as transformers, vLLM and lm-eval read it.
 
     tokenizer.json, tokenizer_config.json   or tokenizer.model of SentencePiece; chat_template.jinja
     generation_config.json                  the ids that begin and end a text, and what the source's author added
 
-They come from the first of these that is there, and has the ids that the run was trained with:
+They come from the first of these that exists and has the ids that the run was trained with:
 
   1. the Hugging Face folder that the weights began with (finetune.base, checkpoint.load): its own files. An import
      keeps them in CHECKPOINT_DIR/tokenizer, so that they outlive the folder
   2. data.tokenizer of the run, or --tokenizer: hf:DIR as it is; gpt2:DIR and llama3:FILE as a tokenizer.json, whose
      merges are found again from the ranks; llama2:FILE as tokenizer.model
 
-A text begins with bos only if the run saw it there: pretraining has none, fine-tuning has. A model that was fine-tuned
-on Llama 3's tokens gets the chat template that it was trained with (minitron/data/sft.py).
+A text begins with bos only if the run trained with it: pretraining has none, fine-tuning has. A model that was
+fine-tuned on Llama 3's tokens gets the chat template that it was trained with (minitron/data/sft.py).
 
 Left out: `corpus` and `bytes`, for which transformers has no tokenizer.
 """
 
-import json
 import os
 import shutil
 from pathlib import Path
 
 from minitron.checkpoint.format import CheckpointError
 from minitron.checkpoint.reader import Reader
-from minitron.config.files import read_json
+from minitron.config.files import read_json, write_json
 from minitron.data.sft import HEADER
 from minitron.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from minitron.interop.tokenizers import TiktokenTokenizer, _printable_bytes, load_tokenizer
@@ -208,7 +207,3 @@ def merges_of(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
         if len(parts) == 2:
             merges.append((parts[0], parts[1]))
     return merges
-
-
-def write_json(path: Path, content: dict) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

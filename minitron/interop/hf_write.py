@@ -1,4 +1,4 @@
-"""What transformers and PEFT are to find in an exported folder: settings, and tensors under their names.
+"""Make the contents of an exported folder for transformers and PEFT: settings, and tensors under their names.
 
 Both follow `tensor_map` of minitron/interop/hf.py, by which a Hugging Face folder is also read.  PEFT
 (github.com/huggingface/peft) keeps an adapter as adapter_config.json and adapter_model.safetensors, with a pair of
@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
+from minitron.config import rules
 from minitron.config.schema import ModelConfig
 from minitron.interop.hf import FORMATS, ROPE_SCALING, tensor_map
-from minitron.interop.weights import LowRank, Merged
+from minitron.interop.weights import AdapterRows, MergedAdapter
 from minitron.kernels.gemm import DTYPES
 
 
@@ -27,9 +28,7 @@ def settings_of(m: ModelConfig, dtype: str) -> dict:
     """
     kind = next(kind for kind, fmt in FORMATS.items() if fmt.family == m.family)
     fmt, gpt = FORMATS[kind], kind == "gpt2"
-    for key, wanted in (("positions", "learned" if gpt else "rope"), ("kv_heads", m.num_heads if gpt else m.kv_heads)):
-        if getattr(m, key) != wanted:
-            raise ValueError(f"model.{key}={getattr(m, key)} cannot be exported: transformers' {kind} has {wanted}")
+    rules.check_exportable(m)
     settings = {
         "architectures": [fmt.architecture],
         "model_type": kind,
@@ -63,7 +62,7 @@ def export(
             row += part.shape[0]
 
 
-def peft(adapter: Merged) -> tuple[dict, Iterator[tuple[str, Tensor]]]:
+def peft(adapter: MergedAdapter) -> tuple[dict, Iterator[tuple[str, Tensor]]]:
     """Make adapter_config.json, and the tensors of adapter_model.safetensors. Raises ValueError."""
     pairs = list(_modules(adapter))
     lora, gpt = adapter.cfg.lora, adapter.cfg.model.family == "gpt"
@@ -88,7 +87,7 @@ def peft(adapter: Merged) -> tuple[dict, Iterator[tuple[str, Tensor]]]:
     return settings, tensors
 
 
-def _modules(adapter: Merged) -> Iterator[tuple[str, str, LowRank, slice]]:
+def _modules(adapter: MergedAdapter) -> Iterator[tuple[str, str, AdapterRows, slice]]:
     """Yield (Hugging Face module, minitron's weight, the target that covers it, its rows of that target's B)."""
     for name, stack in tensor_map(adapter.cfg.model).items():
         row = 0

@@ -5,10 +5,10 @@
     common.pt         Megatron's: a zip with a pickle of what is no tensor, the run's arguments above all
 
 A pickle is a program: it names functions and calls them. `Reader` follows one with an unpickler that knows the classes
-of this format, as records without code, and refuses every other name; chunks are read by torch's own of that kind
-(`weights_only`). So a checkpoint from anywhere can at worst be refused.
+of this format, as records without code, and refuses every other name. torch's own restricted unpickler (`weights_only`)
+reads the chunks. So the worst that a hostile checkpoint can cause is an error.
 
-Left out: what is no tensor but common.pt (FP8 states, random numbers), compressed files.
+Left out: all that is no tensor but common.pt (FP8 states, random numbers), compressed files.
 """
 
 import io
@@ -64,7 +64,7 @@ DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch
 
 
 class Record:
-    """Stands for an object of a known class: the arguments it was made with, and its fields. It has no code."""
+    """An object of a known class, as its constructor's arguments and its fields. It has no code."""
 
     def __new__(cls, *args: Any, **_: Any) -> "Record":
         made = super().__new__(cls)
@@ -142,15 +142,14 @@ class Reader:
 
     def read(self, name: str, row: int | None = None) -> Tensor:
         """Read a tensor, or one row of its first dimension. Raises ValueError for a damaged or compressed file."""
-        first, last = (0, self.shape(name)[0]) if row is None else (row, row + 1)
-        out = torch.empty((last - first, *self.shape(name)[1:]), dtype=self.dtype(name))
+        rows, *others = self.shape(name)
+        first, count = (0, rows) if row is None else (row, 1)
+        wanted = Box((first, *(0 for _ in others)), (count, *others))
+        out = torch.empty(wanted.shape, dtype=self.dtype(name))
         for chunk in self._tensors[name].chunks:
-            begin, size = tuple(chunk.offsets), tuple(chunk.sizes)
-            low, high = max(first, begin[0]), min(last, begin[0] + size[0])
-            if low < high:
-                tensor = self._chunk(name, begin, size)
-                where = (slice(low - first, high - first), *(slice(b, b + s) for b, s in zip(begin[1:], size[1:])))
-                out[where] = tensor[low - begin[0] : high - begin[0]]
+            stored = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+            if common := stored.meet(wanted):
+                out[common.within(wanted)] = self._chunk(name, *stored)[common.within(stored)]
         return out if row is None else out[0]
 
     def common(self) -> dict[str, Any]:

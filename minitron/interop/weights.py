@@ -1,11 +1,10 @@
-"""Adapters and the weights that they belong to: one model again.
+"""Read an adapter and the weights that it was trained beside as one model.
 
 Problem: a LoRA checkpoint holds adapters alone, a thousandth of the model, and is useless with other weights than those
-it was trained with. The idea: it records these weights, by their path and by a fingerprint of their values; and
+it was trained with. The idea: it records their path and a fingerprint of their values.
 `open_weights` reads a model from a Hugging Face folder, a checkpoint, or a LoRA checkpoint through one interface.
 
     open_weights("runs/lora").read("blocks.0.attention.qkv.weight", ...)       W + alpha/r B A, computed box by box
-
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import Tensor
 from minitron.checkpoint.directory import newest
 from minitron.checkpoint.format import CheckpointError, disk_errors
 from minitron.checkpoint.reader import Reader
-from minitron.checkpoint.weights import Weights, base_of, best_kind, check_base, config_of, fingerprint, whole
+from minitron.checkpoint.weights import Weights, base_of, best_kind, check_base, config_of, fingerprint, read_float32
 from minitron.config.schema import Config, ModelConfig
 from minitron.config.sizes import adapted
 from minitron.interop import hf
@@ -32,7 +31,7 @@ def open_weights(
     """Open the model in a folder, with the read interface of `reader.Reader`.
 
     base: where an adapter's weights are now, None: at the path that its checkpoint records. vocab_multiple: how a
-    Hugging Face folder's vocabulary is padded. key: who named the folder, for errors. Raises CheckpointError.
+    Hugging Face folder's vocabulary is padded. key: what named the folder, for errors. Raises CheckpointError.
     """
     folder = Path(os.path.expanduser(path))
     with disk_errors(folder):
@@ -49,10 +48,10 @@ def open_weights(
     if base is None:
         raise CheckpointError(f"{reader.path} holds an adapter and does not say of which weights; name their folder")
     key = f"the base of the adapter in {reader.path}: "
-    return Merged(reader, cfg, open_weights(base, vocab_multiple=cfg.model.vocab_multiple, key=key))
+    return MergedAdapter(reader, cfg, open_weights(base, vocab_multiple=cfg.model.vocab_multiple, key=key))
 
 
-class LowRank(NamedTuple):
+class AdapterRows(NamedTuple):
     """One target's product within a weight: rows from `start` on are scale * b @ a[columns]."""
 
     start: int
@@ -61,14 +60,14 @@ class LowRank(NamedTuple):
     columns: slice
 
 
-class Merged:
+class MergedAdapter:
     """An adapter's checkpoint and its base as one model. Raises CheckpointError if they do not belong together."""
 
     note = ""
 
     def __init__(self, adapter: Reader, cfg: Config, base: Weights):
-        self.mark = fingerprint(base)
-        check_base(adapter, base, self.mark)
+        self.base_fingerprint = fingerprint(base)
+        check_base(adapter, base, self.base_fingerprint)
         self.adapter, self.base, self.cfg = adapter, base, cfg
         self.path, self.index, self.iteration = adapter.path, adapter.index, adapter.iteration
         self.config, self.state = adapter.config, adapter.state
@@ -94,22 +93,24 @@ class Merged:
                 box[first - start[0] : last - start[0]] += b @ a[:, start[1] : start[1] + shape[1]]
         return box
 
-    def factors(self, name: str, part: LowRank, outputs: slice, scaled: bool = True) -> tuple[Tensor, Tensor]:
+    def factors(self, name: str, part: AdapterRows, outputs: slice, scaled: bool = True) -> tuple[Tensor, Tensor]:
         """Read A [rank, k] and some rows of B [rows, rank] of a weight, float32; scaled: multiply B by alpha/r."""
-        a, b = (whole(self.adapter, name.removesuffix("weight") + f"adapter.{x}") for x in ("a", f"b.{part.b}"))
+        a, b = (read_float32(self.adapter, name.removesuffix("weight") + f"adapter.{x}") for x in ("a", f"b.{part.b}"))
         return a[part.columns], b[outputs] * (self.cfg.lora.scale if scaled else 1.0)
 
     def parts(self) -> tuple[str, Weights]:
-        """Not the sums, whose last bit differs from machine to machine."""
-        return self.mark, self.adapter
+        """Return the base's fingerprint and the adapter. The sums differ in their last bit from machine to machine."""
+        return self.base_fingerprint, self.adapter
 
     def verify(self) -> None:
         """Verify all files that have a checksum. Raises CheckpointError."""
         self.adapter.verify()
         self.base.verify()
 
-    def parts_of(self, name: str) -> list[LowRank]:
+    def parts_of(self, name: str) -> list[AdapterRows]:
         """Return the targets' products within a weight; an empty list if it has no adapter."""
         match, rank = re.fullmatch(r"blocks\.\d+\.(.+)\.weight", name), self.cfg.lora.rank
         spans = enumerate(self.targets.get(match[1], {}).items() if match else ())
-        return [LowRank(span.start, span.size, target, slice(i * rank, (i + 1) * rank)) for i, (target, span) in spans]
+        return [
+            AdapterRows(span.start, span.size, target, slice(i * rank, (i + 1) * rank)) for i, (target, span) in spans
+        ]

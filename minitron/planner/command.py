@@ -28,7 +28,7 @@ from itertools import groupby, product
 from pathlib import Path
 
 from minitron.config import cli, rules
-from minitron.config.command import Parser
+from minitron.config.command import Parser, positive
 from minitron.config.schema import Config, changed
 from minitron.planner import cost, pictures
 from minitron.planner.failures import SOURCES, Failures, failures
@@ -69,21 +69,21 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
     add("config", nargs="+", metavar="CONFIG", help="YAML files and section.key=value, as the trainer takes them")
-    add("--world", type=_positive_int, required=True, help="GPUs in all")
+    add("--world", type=positive(int), required=True, help="GPUs in all")
     add("--device", required=True, help="of the table of devices: h100, h200, a100, ...")
     add("--fabric", help="of the same table (default: the device's usual one)")
     add("--software", choices=SOFTWARE, default="minitron", help="whose kernels and overlap (default: minitron)")
     add("--devices", type=Path, default=DEVICES, metavar="FILE", help="the table (default: planner/devices.json)")
-    add("--tokens", type=_positive, default=1e12, help="of a whole training (default: 1e12)")
+    add("--tokens", type=positive(float), default=1e12, help="of a whole training (default: 1e12)")
     add("--json", action="store_true", help="print one object instead of a table")
     add("--search", action="store_true", help="rank all layouts")
-    add("--count", type=_positive_int, default=5, help="layouts that --search shows (default: 5)")
+    add("--count", type=positive(int), default=5, help="layouts that --search shows (default: 5)")
     add("--draw", type=Path, metavar="FOLDER", help="write pictures there: timeline, memory, time, scaling, cost")
     add("--sweep", type=_values, action="append", metavar="KEY=V,V", help="plan each value; KEY is world or a key")
-    add("--mtbf-hours", type=_positive, help="mean time between failures of the job; adds their cost")
-    add("--recovery-seconds", type=_positive, help="from a failure to the first new step")
-    add("--save-cost-seconds", type=_positive, help="that training loses to a save")
-    add("--save-seconds", type=_positive, help="until a save is whole")
+    add("--mtbf-hours", type=positive(float), help="mean time between failures of the job; adds their cost")
+    add("--recovery-seconds", type=positive(float), help="from a failure to the first new step")
+    add("--save-cost-seconds", type=positive(float), help="that training loses to a save")
+    add("--save-seconds", type=positive(float), help="until a save is whole")
     o = parser.parse_intermixed_args(argv)
     more = [name for name in ("recovery_seconds", "save_cost_seconds", "save_seconds") if getattr(o, name) is not None]
     if more and o.mtbf_hours is None:
@@ -102,22 +102,6 @@ def _values(text: str) -> tuple[str, list[str]]:
     if not equals or not all(values.split(",")):
         raise argparse.ArgumentTypeError(f"{text} is no KEY=VALUE,VALUE; as in world=512,1024")
     return key, values.split(",")
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is no positive number")
-    return value
-
-
-def _positive_int(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no whole number of 1 or more")
-    return int(text)
 
 
 def chosen(o: argparse.Namespace) -> Machine:
@@ -390,7 +374,7 @@ def sweep(o: argparse.Namespace, machine: Machine) -> Iterator[dict]:
         chosen_values = dict(zip((key for key, _ in o.sweep), values))
         keys = [f"{key}={value}" for key, value in chosen_values.items() if key != "world"]
         try:
-            world, given = _positive_int(chosen_values.get("world", str(o.world))), cli.load([*o.config, *keys])
+            world, given = positive(int)(chosen_values.get("world", str(o.world))), cli.load([*o.config, *keys])
             cfg = searchable(given, world, quiet=True) if o.search else given
             rules.check(cfg, world)
             job = plan(cfg, world, machine)

@@ -22,16 +22,15 @@ planner/failures.py predicts these shares.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from minitron.config.files import parse_json, size_of
 from minitron.config.save_interval import duration
+from minitron.runtime.metrics import rows
 
 PARTS = ("training", "start", "load", "lost", "saves", "evaluation", "waiting", "other")
 FIRST_STEPS = 11  # of a start, in which kernels are compiled and steps are recorded (pipeline/replay.py)
@@ -88,8 +87,8 @@ class Attempt:
 def of_run(path: Path, last: dict) -> Goodput | None:
     """Measure a run from its metrics.jsonl and the row `last`, which is not written yet; None if the disk fails."""
     try:
-        return measure(chain(read_rows(path), [last]))
-    except OSError:
+        return measure(chain(rows(path), [last]))
+    except (OSError, ValueError):  # the disk has failed, or the file is not of a run
         return None
 
 
@@ -157,14 +156,3 @@ def _account(attempts: list[Attempt], skipped: int) -> Goodput:
             seconds[part] += more
         redone_from = min(redone_from, attempt.first_step)
     return Goodput(seconds, len(attempts), lost_steps, skipped)
-
-
-def read_rows(path: Path) -> Iterator[dict]:
-    """Read the rows of a metrics.jsonl; {} for one that is torn, too long, or no object. Raises OSError."""
-    size_of(path)  # a device or a pipe might never end
-    with open(path, encoding="utf-8", errors="replace") as file:
-        while line := file.readline(ROW_CHARACTERS):  # a longer one comes in parts, none of which is an object
-            row: object = None
-            with suppress(ValueError):
-                row = parse_json(line)
-            yield row if isinstance(row, dict) else {}

@@ -20,7 +20,7 @@ from minitron.checkpoint.format import CheckpointError
 from minitron.config import cli, rules
 from minitron.config.schema import Config
 from minitron.interop import hf
-from minitron.interop.weights import Merged, fingerprint, open_weights
+from minitron.interop.weights import MergedAdapter, fingerprint, open_weights
 from minitron.testing import assert_close_rel
 from test_checkpoint import assert_same, contents, leg, saving, start_trainer, whole
 from test_convert_hf import batch_of, convert, error_of, loaded, model_of
@@ -150,7 +150,7 @@ def test_the_fingerprint_of_merged_weights_is_of_both_parts(bases, tmp_path, mon
     for steps in (1, 2):
         leg(saving(tuning(bases("llama")), tmp_path / "run"), steps)
         marks.append(fingerprint(open_weights(str(tmp_path / "run"))))
-    monkeypatch.setattr(Merged, "read", lambda *_: pytest.fail("a sum was read"))
+    monkeypatch.setattr(MergedAdapter, "read", lambda *_: pytest.fail("a sum was read"))
     assert fingerprint(open_weights(str(tmp_path / "run"))) == marks[1]
     assert len({*marks, fingerprint(hf.FolderReader(bases("llama")))}) == 3
 

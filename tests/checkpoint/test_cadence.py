@@ -8,7 +8,7 @@ import pytest
 
 from fault_run import TINY
 from minitron import pretrain
-from minitron.checkpoint.cadence import FIRST_STEPS, Cadence, Costs
+from minitron.checkpoint.interval import FIRST_STEPS, Costs, SaveInterval
 from minitron.config import cli
 from minitron.config.save_interval import best_interval
 
@@ -26,9 +26,9 @@ def save(cadence, step, seconds):
 
 def test_the_interval_is_youngs_and_dalys():
     """Steps of 2 s, 0.5 s more behind a save, a failure an hour: Young has sqrt(2 * 0.5 * 3600) = 60 s."""
-    cadence, saved = Cadence("auto", 1.0, done=100), []
+    cadence, saved = SaveInterval("auto", 1.0, done=100), []
     for step in range(101, 400):
-        cadence.saw(figures(step, 2.5 if saved and step == saved[-1] + 1 else 2.0))
+        cadence.observe(figures(step, 2.5 if saved and step == saved[-1] + 1 else 2.0))
         if cadence.due(step):
             why = save(cadence, step, 5.0)
             assert ("every 30 steps (60.0 s)" in why) == (len(saved) == 1), why  # said once, when the first is measured
@@ -40,14 +40,14 @@ def test_the_interval_is_youngs_and_dalys():
 
 def test_steps_beside_the_writing_count_too():
     """Four steps of 2.25 s while a save is written, the first of which waits 0.4 s: 4 * 0.25 + 0.4 = 1.4 s."""
-    cadence = Cadence("auto", 1.0, done=0)
+    cadence = SaveInterval("auto", 1.0, done=0)
     for step in range(1, 11):
-        cadence.saw(figures(step, 2.0))
+        cadence.observe(figures(step, 2.0))
     cadence.begin(10)
     for step, seconds in zip(range(11, 15), (2.65, 2.25, 2.25, 2.25)):
-        cadence.saw(figures(step, seconds))
+        cadence.observe(figures(step, seconds))
     cadence.end(9.0)
-    cadence.saw(figures(15, 2.0))
+    cadence.observe(figures(15, 2.0))
     assert cadence.costs() == Costs(2.0, pytest.approx(1.4), 9.0)
 
 
@@ -58,7 +58,7 @@ def test_a_save_that_costs_nothing_still_takes_its_time():
 
 
 def test_the_largest_measurement_of_all_ranks_counts_and_small_changes_do_not():
-    cadence = Cadence("auto", 1.0, done=0)
+    cadence = SaveInterval("auto", 1.0, done=0)
     ranks = [Costs(1.0, 0.5, 3.0), Costs(2.0, 0.1, 5.0), Costs(1.5, None, None)]
     assert cadence.agree(cadence.best(ranks)).startswith("every 30 steps (60.0 s), since a save costs 0.5 s")
     for lost, steps in (0.7, 30), (0.4, 30), (0.9, 40):  # 35 and 27 are within a quarter of 30
@@ -67,10 +67,10 @@ def test_the_largest_measurement_of_all_ranks_counts_and_small_changes_do_not():
 
 
 def test_nothing_is_chosen_without_measurements():
-    cadence = Cadence("auto", 1.0, done=0)
+    cadence = SaveInterval("auto", 1.0, done=0)
     assert cadence.best([Costs(2.0, None, None), Costs(1.0, None, 3.0)]) == (FIRST_STEPS, "")
-    assert not Cadence(None, None, 0).due(5) and not Cadence(0, None, 0).due(5)
-    assert [step for step in range(1, 10) if Cadence(3, None, 7).due(step)] == [3, 6, 9]
+    assert not SaveInterval(None, None, 0).due(5) and not SaveInterval(0, None, 0).due(5)
+    assert [step for step in range(1, 10) if SaveInterval(3, None, 7).due(step)] == [3, 6, 9]
 
 
 @pytest.mark.parametrize(

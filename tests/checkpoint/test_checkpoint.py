@@ -21,9 +21,10 @@ import torch.distributed as dist
 
 from layouts import GPT3, LLAMA, config, dataset_of, lowered, mesh_of
 from minitron import pretrain
+from minitron.checkpoint.boxes import TensorShard
 from minitron.checkpoint.directory import ERRORS, TakenOver, begin, claim
 from minitron.checkpoint.format import CheckpointError, write_shard
-from minitron.checkpoint.load import Start, agree, find, restore
+from minitron.checkpoint.load import ResumePoint, agree, find_resume_point, restore
 from minitron.checkpoint.reader import Reader
 from minitron.checkpoint.save import Checkpointer, copy_beside, host_memory
 from minitron.comm.agree import Agreement
@@ -31,7 +32,7 @@ from minitron.config import rules
 from minitron.config.schema import Config, RopeScaling
 from minitron.data.indexed import IndexedWriter
 from minitron.data.loader import Loader
-from minitron.interop.convert_hf import Writer
+from minitron.interop.import_weights import write_checkpoint
 from minitron.pretrain import build_data, open_weights
 from minitron.runtime.log import Log
 from minitron.train import Trainer, build
@@ -51,11 +52,11 @@ def saving(cfg: Config, directory: Path, **keys) -> Config:
     return dataclasses.replace(cfg, checkpoint=dataclasses.replace(cfg.checkpoint, dir=str(directory), **keys))
 
 
-def start_trainer(cfg: Config) -> tuple[Trainer, Start]:
+def start_trainer(cfg: Config) -> tuple[Trainer, ResumePoint]:
     torch.set_num_threads(1)
     mesh = mesh_of(cfg)
     start = agree(cfg, mesh, open_weights=open_weights)
-    trainer = build(cfg, mesh, base=start.mark)
+    trainer = build(cfg, mesh, base=start.base_fingerprint)
     restore(start, trainer.state)
     return trainer, start
 
@@ -270,20 +271,22 @@ def test_weights_start_a_run_of_their_own(ranks, tmp_path):
     cfg = config(LLAMA, LONG)
     ranks(2, leg, saving(dataclasses.replace(cfg, parallel=dataclasses.replace(cfg.parallel, tp=2)), tmp_path / "a"), 3)
     masters = {name: tensor for (name, kind), tensor in list(contents(tmp_path / "a").items())[2:] if kind == "master"}
-    with Writer(tmp_path / "b", 0, dataclasses.asdict(cfg)) as writer:
-        for name, tensor in masters.items():
-            writer.add(name, "param", tensor.shape, [0] * tensor.dim(), tensor.bfloat16())
+    weights = [
+        TensorShard(name, "param", tuple(tensor.shape), (0,) * tensor.dim(), tensor.bfloat16())
+        for name, tensor in masters.items()
+    ]
+    write_checkpoint(tmp_path / "b", dataclasses.asdict(cfg), weights)
     for folder, dtype in ("a", torch.float32), ("b", torch.bfloat16):
         loading = dataclasses.replace(cfg, checkpoint=dataclasses.replace(cfg.checkpoint, load=str(tmp_path / folder)))
         trainer, start = start_trainer(loading)
-        assert start == Start(start.reader) and trainer.optimizer.steps == 0
+        assert start == ResumePoint(start.reader) and trainer.optimizer.steps == 0
         for param in trainer.chunks[0].parameters():
             assert torch.equal(param, masters[param.spec.name].to(dtype).float())
         assert all(not moment.any() for moment in trainer.optimizer.exp_avg)
         resumed = saving(loading, tmp_path / "a")  # what is in checkpoint.dir goes before
-        assert find(resumed).step == 3
+        assert find_resume_point(resumed).step == 3
     with pytest.raises(CheckpointError, match="step_00000000 holds weights only; start from it with checkpoint.load="):
-        find(saving(cfg, tmp_path / "b"))
+        find_resume_point(saving(cfg, tmp_path / "b"))
 
 
 # ---- the save -----------------------------------------------------------------------------------------------------
@@ -410,7 +413,7 @@ def test_the_directory_is_lost_during_the_run(tmp_path, capsys):
         saves.save(1, 4)
         saves.wait()
     assert f"checkpoint of step 1 failed, training goes on: {tmp_path}/gone: file exists\n" == capsys.readouterr().out
-    for start in find, lambda cfg: Checkpointer(cfg, trainer.state, {}, log):
+    for start in find_resume_point, lambda cfg: Checkpointer(cfg, trainer.state, {}, log):
         with pytest.raises(CheckpointError, match="gone: file exists"):
             start(cfg)
 
@@ -419,7 +422,7 @@ def test_the_directory_is_lost_during_the_run(tmp_path, capsys):
 def test_a_directory_that_cannot_be_written_is_an_error_with_its_key(tmp_path, place, reason):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError) as caught:
-        find(saving(config(LLAMA), tmp_path / place))
+        find_resume_point(saving(config(LLAMA), tmp_path / place))
     folder = f"{tmp_path}/{place}"
     assert str(caught.value) == (
         f"checkpoint.dir={folder} cannot be written: {folder}: {reason}; name another directory, or null for none"
@@ -437,7 +440,7 @@ def two_runs(cfg: Config) -> list[str]:
         first.wait()
         second = Checkpointer(cfg, trainer.state, {}, log, step=1)
         agreement = Agreement.create(dist.get_rank(), dist.get_world_size(), None)  # it saves at the same time
-        second.decide = partial(agreement.decide, errors=ERRORS)
+        second.decide = second.shared.decide = partial(agreement.decide, errors=ERRORS)
         for saves in second, first:
             saves.save(2, 8)
         second.wait()
@@ -456,7 +459,7 @@ def test_a_second_run_in_one_directory_takes_it_over(ranks, tmp_path):
         said = [line for line in lines if "taken over" in line]
         assert len(said) == 2 and [" saved: " in line for line in lines].count(True) == 4
         for line in said:
-            assert line.startswith(f"checkpoint.dir={tmp_path} was taken over by process ")
+            assert line.startswith(f"{tmp_path} was taken over by process ")
             assert "started 20" in line and "; only one run at a time can save there: end one of them, or" in line
         (aside,) = tmp_path.glob("aside.*")
         assert said[1].endswith(f"; this run's step 2 is in {aside}")
@@ -476,7 +479,7 @@ def cleared_away(cfg: Config) -> str:
         return write_shard(path, mine)
 
     with pytest.MonkeyPatch.context() as patch, Log(cfg, trainer.mesh.rank, trainer.mesh.world.size) as log:
-        patch.setattr("minitron.checkpoint.save.write_shard", late)
+        patch.setattr("minitron.checkpoint.destination.write_shard", late)
         saves = Checkpointer(cfg, trainer.state, {}, log)
         saves.save(1, 4)
         with pytest.raises(TakenOver) as raised:
@@ -527,7 +530,7 @@ def test_a_damaged_checkpoint_ends_the_run_and_names_another(ranks, tmp_path):
     flip(tmp_path / "step_00000003" / "index.json")
     assert ranks(2, resume_on_2, back) == ["step 2"] * 2
     assert ranks(2, resume_on_2, cfg)[0].endswith(
-        "its first line is no checksum of the rest; checkpoint.resume_step=4 goes back to step_00000004"
+        "its first line is not the checksum of the rest; checkpoint.resume_step=4 goes back to step_00000004"
     )
     for folder in "step_00000002", "step_00000004":
         (tmp_path / folder / "index.json").unlink()
@@ -572,8 +575,8 @@ def test_saves_would_delete_the_weights_that_a_run_starts_from(tmp_path, more):
     for path in tmp_path, os.path.relpath(tmp_path / "step_00000001"):
         anew = saving(config(LLAMA, LONG, more), tmp_path, resume=False, load=str(path))
         with pytest.raises(CheckpointError, match=f"^checkpoint.load={path} lies in checkpoint.dir={tmp_path}, where"):
-            find(anew)
-        find(saving(anew, tmp_path / "another"))
+            find_resume_point(anew)
+        find_resume_point(saving(anew, tmp_path / "another"))
 
 
 @pytest.mark.parametrize(
@@ -689,7 +692,7 @@ def test_a_directory_with_other_things_in_it(tmp_path, capsys):
         pretrain.main([*command, "train.steps=4"])
     assert capsys.readouterr().err == (
         f"error: {tmp_path}/step_00000004 is in the way of a save of this run: it holds "
-        "what no save wrote; move it away, or use another checkpoint.dir\n"
+        "files that no save wrote; move it away, or use another checkpoint.dir\n"
     )
     pretrain.main([*command, "train.steps=3"])
     assert names_in(tmp_path / "step_00000004") == ["photo.jpg"]
@@ -754,7 +757,7 @@ def test_the_data_index_is_pinned(tmp_path):
     data = build_data(cfg)
     reader = Reader.__new__(Reader)
     reader.path = tmp_path / "step_00000005"
-    start = Start(reader, True, 5, 40, json.loads(json.dumps(data.info)))
+    start = ResumePoint(reader, True, 5, 40, json.loads(json.dumps(data.info)))
     for steps in 3, 12, 20:
         again = build_data(with_("train", steps=steps), start)
         assert len(again.train) == len(data.train)

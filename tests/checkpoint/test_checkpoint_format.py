@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minitron.checkpoint import format as files
-from minitron.checkpoint.boxes import Box, boxes_of_range, covers, to_global
+from minitron.checkpoint.boxes import Box, TensorShard, boxes_of_range, covers, to_global
 from minitron.checkpoint.format import CheckpointError
 from minitron.checkpoint.reader import Reader
 from minitron.comm.mesh import Axis
-from minitron.interop import convert_hf
-from minitron.interop.convert_hf import Writer
+from minitron.interop import import_weights
+from minitron.interop.import_weights import write_checkpoint
 from minitron.kernels.param import Shard
 from tools import inspect_checkpoint
 
@@ -102,12 +102,13 @@ TENSORS = {
 
 def write(directory: Path, iteration: int = 3, cuts: int = 3, tensors: dict = TENSORS) -> None:
     """Every tensor as `cuts` flat ranges; dtypes as they are."""
-    with Writer(directory, iteration, {"model": {}}) as writer:
-        for name, tensor in tensors.items():
-            ends = [tensor.numel() * i // cuts for i in range(cuts + 1)]
-            for first, last in itertools.pairwise(ends):
-                for box in boxes_of_range(tuple(tensor.shape), first, last):
-                    writer.add(name, "param", tensor.shape, box.start, at(tensor, box))
+    pieces = []
+    for name, tensor in tensors.items():
+        ends = [tensor.numel() * i // cuts for i in range(cuts + 1)]
+        for first, last in itertools.pairwise(ends):
+            for box in boxes_of_range(tuple(tensor.shape), first, last):
+                pieces.append(TensorShard(name, "param", tuple(tensor.shape), box.start, at(tensor, box)))
+    write_checkpoint(directory, {"model": {}}, pieces, iteration)
 
 
 def test_a_file_that_goes_while_it_is_opened_is_one_line(tmp_path, monkeypatch):
@@ -130,7 +131,7 @@ def test_a_file_that_goes_while_it_is_opened_is_one_line(tmp_path, monkeypatch):
 def test_any_box_is_read_from_any_boxes(tmp_path_factory, cuts, shard_bytes, data):
     directory = tmp_path_factory.mktemp("checkpoints")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(convert_hf, "SHARD_BYTES", shard_bytes)
+        patch.setattr(import_weights, "FILE_BYTES", shard_bytes)
         write(directory, cuts=cuts)
     reader = Reader(directory)
     reader.verify()
@@ -143,13 +144,6 @@ def test_any_box_is_read_from_any_boxes(tmp_path_factory, cuts, shard_bytes, dat
         found = reader.read(name, "param", start, shape)
         assert found.dtype == tensor.dtype and torch.equal(found, at(tensor, Box(start, shape)))
     assert reader.kinds("nothing") == []
-
-
-def test_a_failed_writer_leaves_nothing(tmp_path):
-    with pytest.raises(RuntimeError), Writer(tmp_path, 1, {}) as writer:
-        writer.add("a", "param", (2,), (0,), torch.zeros(2))
-        raise RuntimeError
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_files_are_plain_safetensors_and_json(tmp_path):
@@ -187,7 +181,7 @@ def sound(tmp_path_factory):
     """A directory with checkpoints of steps 2 and 3, of two files each."""
     directory = tmp_path_factory.mktemp("sound")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(convert_hf, "SHARD_BYTES", 200)
+        patch.setattr(import_weights, "FILE_BYTES", 200)
         write(directory, 2)
         write(directory, 3, tensors={name: tensor + 1 for name, tensor in TENSORS.items()})
     Reader(directory).verify()

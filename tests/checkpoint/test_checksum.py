@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minitron.checkpoint import checksum, format, load, reader, save
-from minitron.checkpoint.boxes import Piece
+from minitron.checkpoint.boxes import TensorShard
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300))
@@ -45,7 +45,9 @@ def test_many_blocks_are_written_checked_and_read_as_one(tmp_path, monkeypatch):
     for module in format, reader, load:
         monkeypatch.setattr(module, "BLOCK_BYTES", 64)
     shapes = (50, 3), (2, 40), (7,), (0, 5), (0,), (3, 4, 5)
-    saved = [Piece(f"w{i}", "master", shape, (0,) * len(shape), torch.randn(shape)) for i, shape in enumerate(shapes)]
+    saved = [
+        TensorShard(f"w{i}", "master", shape, (0,) * len(shape), torch.randn(shape)) for i, shape in enumerate(shapes)
+    ]
     (folder := tmp_path / "step_00000001").mkdir()
     about = {"iteration": 1, "consumed_samples": 1, "config": {}, "layout": {"world": 1}, "state": {}}
     shard = format.write_shard(folder / "rank_00000.safetensors", saved)

@@ -297,11 +297,11 @@ time.sleep(600)
         (["checkpoint.export_every=2", "checkpoint.dir=x"], "checkpoint.export_every=2 has no effect with"),
         (
             ["checkpoint.export=hf", "checkpoint.dir=x", "model.positions=learned"],
-            "checkpoint.export=hf cannot write model.positions=learned, and transformers' llama has rope; set",
+            "model.positions=learned cannot be exported: transformers' llama has rope; export another",
         ),
         (
             ["checkpoint.export=hf", "checkpoint.dir=x", "model.family=gpt", "model.positions=learned"],
-            "checkpoint.export=hf cannot write model.num_kv_heads=4, and transformers' gpt has 8; set",
+            "model.num_kv_heads=4 cannot be exported: transformers' gpt has 8; export another",
         ),
     ],
 )

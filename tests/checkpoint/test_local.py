@@ -13,10 +13,10 @@ import pytest
 from fault_run import Run
 from kill_run import MODEL, losses, run
 from layouts import LLAMA, config
-from minitron.checkpoint import local
+from minitron.checkpoint import destination
 from minitron.checkpoint.directory import checkpoints
 from minitron.checkpoint.format import CheckpointError
-from minitron.checkpoint.load import agree, prefer_local, restore
+from minitron.checkpoint.load import agree, newest_local_save, restore
 from minitron.checkpoint.reader import Reader
 from minitron.checkpoint.save import Checkpointer
 from minitron.runtime.log import Log
@@ -37,9 +37,9 @@ def leg(cfg, folder: Path, nodes: int, until: int, **keys) -> dict:
     with Log(cfg, mesh.rank, mesh.world.size) as log:
         log.info = lines.append
         trainer, start = build(cfg, mesh), agree(cfg, mesh, rank_there == 0)
-        start = prefer_local(cfg, start, {}, trainer.state, log, rank_there == 0)
+        start = newest_local_save(cfg, start, {}, trainer.state, log, rank_there == 0)
         restore(start, trainer.state)
-        saves = Checkpointer(cfg, trainer.state, {}, log, start.step, start.root)
+        saves = Checkpointer(cfg, trainer.state, {}, log, start.step, start.parent_checkpoint)
         figures = []
         for step in range(start.step + 1, until + 1):
             figures += train(trainer, step - 1, step)
@@ -94,7 +94,7 @@ def test_each_node_has_its_part_and_an_index_of_it(begun):
     for i, (folder, reader) in enumerate(zip(folders, readers)):
         files = [f"rank_{rank:05d}.safetensors" for rank in (2 * i, 2 * i + 1)]
         assert sorted(path.name for path in folder.iterdir()) == ["index.json", *files] and list(reader.files) == files
-        assert reader.state["root"] == [4, Reader(begun / "shared").mark]
+        assert reader.state["root"] == [4, Reader(begun / "shared").index_checksum]
         reader.verify()
         with pytest.raises(CheckpointError, match="does not list all"):  # the other node has the rest
             for name in reader.names():
@@ -218,18 +218,18 @@ def test_resume_false_reads_no_local_save(ranks, begun):
 
 def failing(cfg, folder: Path) -> dict:
     """On node 1 a disk fails in the midst of each local save."""
-    original = local.write_shard
+    original = destination.write_shard
 
     def full(path, pieces):
         if "node1" in str(path):
             raise CheckpointError(f"{path}: no space left on device")
         return original(path, pieces)
 
-    local.write_shard = full
+    destination.write_shard = full
     try:
         return leg(cfg, folder, 2, FIRST)
     finally:
-        local.write_shard = original
+        destination.write_shard = original
 
 
 def test_a_failing_disk_of_a_node_costs_a_line(ranks, tmp_path):
@@ -243,13 +243,13 @@ def test_a_failing_disk_of_a_node_costs_a_line(ranks, tmp_path):
 def one_directory(cfg, folder: Path) -> str:
     """Two nodes to which a network shows the same folder."""
     rank = mesh_of(cfg).rank
-    original, local.identity = local.identity, lambda path: (original(path), rank // 2)
+    original, destination.identity = destination.identity, lambda path: (original(path), rank // 2)
     try:
         leg(cfg, folder, 1, 2)
     except CheckpointError as error:
         return str(error)
     finally:
-        local.identity = original
+        destination.identity = original
     return ""
 
 

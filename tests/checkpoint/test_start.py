@@ -213,4 +213,4 @@ def test_adapters_beside_a_base_of_another_class(own, tmp_path, monkeypatch):
         leg(cfg, 1)
         assert start_trainer(cfg)[1].step == 1
     assert OWN in refused(cfg)
-    assert adapter.best_kind(Reader(cfg.checkpoint.dir), OWN) is None
+    assert not adapter.best_kind(Reader(cfg.checkpoint.dir), OWN)

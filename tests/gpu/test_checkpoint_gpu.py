@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from layouts import LLAMA, config
-from minitron.checkpoint.load import find, restore
+from minitron.checkpoint.load import find_resume_point, restore
 from minitron.checkpoint.save import Checkpointer
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config
@@ -43,7 +43,7 @@ class Run:
     """A trainer with its data, as far as it has come; what is in checkpoint.dir is resumed."""
 
     def __init__(self, cfg: Config):
-        self.cfg, start = cfg, find(cfg)
+        self.cfg, start = cfg, find_resume_point(cfg)
         self.trainer: Trainer = build(cfg, Mesh.offline(device="cuda"))
         restore(start, self.trainer.state)
         self.done = start.step
@@ -168,7 +168,7 @@ def peak_of_a_start(cfg: Config) -> int:
 
 def test_resuming_takes_no_more_memory_than_a_fresh_start(tmp_path: Path):
     cfg = saving(config(LLAMA, LARGE), tmp_path)
-    assert find(cfg).reader is None
+    assert find_resume_point(cfg).reader is None
     fresh = peak_of_a_start(cfg)
-    assert find(cfg).resume
+    assert find_resume_point(cfg).resume
     assert peak_of_a_start(cfg) <= fresh

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from test_grads import LAYOUTS, SAMPLES, SPECS, Toy, cut, twin_gradients
 
 from layouts import assemble
-from minitron.checkpoint.save import State
+from minitron.checkpoint.state import State
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import OptimizerConfig, PrecisionConfig
 from minitron.kernels.kernels import PLAIN

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fault_run import Run
 from layouts import GPT3, LLAMA, adapters_that_do_something, config, mesh_of
 from minitron.checkpoint.directory import checkpoints
-from minitron.checkpoint.load import Start, find, restore
+from minitron.checkpoint.load import ResumePoint, find_resume_point, restore
 from minitron.comm.collectives import all_gather_into
 from minitron.data.build import Datasets
 from minitron.data.mock import MockDataset
@@ -82,7 +82,7 @@ def train_here(cfg, spoil, stop_at):
     recorder, t, said = Recorder(), cfg.train, ""
     mesh = recorded(mesh_of(cfg), recorder)
     trainer = build(cfg, mesh)
-    start = Start() if cfg.checkpoint.dir is None else find(cfg)
+    start = ResumePoint() if cfg.checkpoint.dir is None else find_resume_point(cfg)
     restore(start, trainer.state)
     step = trainer.step
 

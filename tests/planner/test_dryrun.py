@@ -518,7 +518,7 @@ def test_progress_is_told_on_a_terminal_alone(capsys, monkeypatch):
 @pytest.mark.parametrize(
     "argv,message",
     [
-        (["--world", "many"], "argument --world: invalid int value: 'many'; use --dry-run --world N"),
+        (["--world", "many"], "argument --world: many is no whole number"),
         (["--world", "4", "--ranks", "first,4"], "--ranks=first,4 does not name ranks of --world=4; use first, middle"),
         (["--world", "2", "parallel.tp=4"], "needs 4 ranks, but there are 2"),
         (["--wurld", "2"], "unknown option --wurld"),

@@ -38,9 +38,10 @@ import torch.fx.experimental.symbolic_shapes  # noqa: F401, the first backward i
 
 import counting
 from minitron import pretrain
+from minitron.checkpoint import destination, save
 from minitron.checkpoint import format as files
-from minitron.checkpoint import local, save
 from minitron.checkpoint.directory import begin, commit
+from minitron.checkpoint.state import tensor_shards
 from minitron.comm import agree
 from minitron.comm.activity import Activity
 from minitron.comm.mesh import Mesh
@@ -208,7 +209,7 @@ def _stand_in(rank: int, world: int, ledger: counting.Ledger, connection: Connec
     dist.TCPStore = lambda *_, **__: store
     stop.connect = lambda signer: rendezvous.SignedStore(store.clone(), signer)
     counting.count_groups(ledger.add, fake="all")
-    local.identity = lambda directory: f"node-{rank // NODE}"
+    destination.identity = lambda directory: f"node-{rank // NODE}"
     _stand_in_for_tree(rank, world, ledger, connection)
     if rank:
         _let_first_rank_build()
@@ -315,7 +316,7 @@ def _mark_phases(ledger: counting.Ledger) -> None:
         steps.append(number)
         return "first step" if len(steps) == 1 else "step"
 
-    for name in "prefer_local", "restore":
+    for name in "newest_local_save", "restore":
         during(pretrain, name, lambda *_, **__: "load")
     during(save.Checkpointer, "save", lambda *_, local=False: "local save" if local else "save")
     from_here(Log, "ready", lambda _: "first step")
@@ -349,7 +350,7 @@ def write_checkpoint(directory: Path, options: Sequence[str], world: int) -> Non
             slices = {kind: [x[: len(x) * k] for x, k in zip(flat, kept)] for kind, flat in state.slices().items()}
             for index in range(mesh.dp_cp.size):
                 gradients.mesh = replace(mesh, dp_cp=replace(mesh.dp_cp, rank=index))
-                rank, pieces = stage + index * mesh.tp.size + tp, list(save.pieces(gradients, slices))
+                rank, pieces = stage + index * mesh.tp.size + tp, list(tensor_shards(gradients, slices))
                 path = temporary / f"rank_{rank:05d}.safetensors"
                 shards[rank] = files.write_shard(path, pieces), files.describe(path.name, pieces)
     layout = {"world": world, **LAYOUT, "dp": cfg.dp(world), "vp": 1}

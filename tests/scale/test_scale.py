@@ -40,7 +40,7 @@ def use_shared_files_on_each_rank():
         return save(self, *args, **options)
 
     def read_first(start, *args, **options):
-        if start.root is not None:
+        if start.parent_checkpoint is not None:
             start.reader.index.read_bytes()
         return restore(start, *args, **options)
 

@@ -9,8 +9,8 @@ from fault_run import Run
 from kill_run import MODEL
 from minitron.config.save_interval import best_interval
 from minitron.planner.failures import predict
-from minitron.supervise import goodput
-from minitron.supervise.goodput import FIRST_STEPS, PARTS, measure, read_rows
+from minitron.runtime.metrics import rows
+from minitron.supervise.goodput import FIRST_STEPS, PARTS, measure
 
 
 def run_row(first_step, started, load, now):
@@ -97,15 +97,7 @@ def test_rows_of_before_have_no_account(tmp_path):
     assert found.total == 3.0 and found.starts == 1
     torn = tmp_path / "metrics.jsonl"
     torn.write_text('{"kind": "run"}\n{"kind": "st\n7\n{"kind": "step", "step": 1}\n{"kin')
-    assert [row.get("kind") for row in read_rows(torn)] == ["run", None, None, "step", None]
-
-
-def test_a_line_without_end_is_read_in_parts(tmp_path, monkeypatch):
-    """All of it would not fit into memory."""
-    path, row = tmp_path / "metrics.jsonl", '{"kind": "step"}'
-    monkeypatch.setattr(goodput, "ROW_CHARACTERS", 100)
-    path.write_text(f'{row}\n{{"a": "{"x" * 350}"}}\n{row}\n')
-    assert [row.get("kind") for row in read_rows(path)] == ["step", None, None, None, None, "step"]
+    assert [row.get("kind") for row in rows(torn)] == ["run", None, None, "step"]
 
 
 FOREIGN = [
@@ -135,7 +127,7 @@ def test_rows_of_others_are_skipped_and_counted(tmp_path):
     ours = [run_row(1, 1000.0, 2.0, 1006.0), *steps(range(1, len(FOREIGN)), 1007.0)]
     path, foreign = tmp_path / "metrics.jsonl", len(FOREIGN)
     path.write_text("".join(f"{json.dumps(row)}\n{text}\n" for row, text in zip(ours, FOREIGN, strict=True)))
-    found = measure(read_rows(path))
+    found = measure(rows(path))
     assert found == measure(ours)._replace(skipped_rows=foreign)
     assert f"{foreign} rows skipped" in str(found)
 

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from minitron.comm.activity import Activity
 from minitron.comm.mesh import Axis, Mesh
 from minitron.config import cli, rules
-from minitron.config.describe import DRY_RUN
+from minitron.config.command import Parser, positive
 from minitron.config.schema import Config
 from minitron.config.sizes import PERSISTENT
 from minitron.data.build import build_datasets
@@ -248,18 +248,13 @@ def replaced(trainer: Trainer) -> list[str]:
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
-        raise ValueError(f"{message}; use {DRY_RUN}")
-
-
 def split(argv: list[str]) -> tuple[argparse.Namespace | None, list[str]]:
     """Split off the options of a dry run: (options or None, all other arguments). Raises ValueError."""
     if "--dry-run" not in argv:
         return None, argv
-    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--world", type=int, default=1)
+    parser.add_argument("--world", type=positive(int), default=1)
     parser.add_argument("--ranks", "--rank", default="first,middle,last,fullest")
     parser.add_argument("--json", action="store_true")
     return parser.parse_known_args(argv)

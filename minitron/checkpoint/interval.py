@@ -8,7 +8,7 @@ FIRST_STEPS apart, are measured; each later one comes after the interval of `sav
                20     the second: so is what the first one cost. All ranks agree on the next interval
                20 + n, and so on; each save measures anew
 
-A save costs the extra time of the steps that overlap it: the step after it waits for the copy, and those beside its
+A save costs the extra time of the steps that overlap it: the step after it waits for the copy, and the steps during its
 writing share cores, disks and networks with it. Medians are compared, since steps vary for other reasons, too.
 
 Measurements differ from rank to rank. At each save the largest measurement of all ranks is used, and all ranks get the
@@ -32,14 +32,14 @@ KEPT = 1.25  # an interval is kept unless the best one is longer or shorter by m
 
 
 class Costs(NamedTuple):
-    """Seconds, None where nothing has been measured: of a step, lost to a save, from a save's begin to its end."""
+    """Medians of seconds, None if nothing was measured: of a step, of training lost to a save, of a whole save."""
 
     step: float | None
-    lost: float | None
+    stall_seconds: float | None
     save: float | None
 
 
-class Cadence:
+class SaveInterval:
     """The steps after which one kind of save is due. every: steps, or "auto". done: steps before this start."""
 
     def __init__(self, every: int | str | None, mtbf_hours: float | None, done: int):
@@ -47,61 +47,61 @@ class Cadence:
         self.steps = FIRST_STEPS if isinstance(every, str) else every or 0
         self.mtbf = 3600.0 * (mtbf_hours or 0.0)
         self.last, self.agreed, self.running = done, False, False
-        self.beside: list[float] = []  # steps behind the last save's begin, to its end
-        self.step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)  # of steps beside no save
-        self.lost: deque[float] = deque(maxlen=RECENT_SAVES)
+        self.during_save: list[float] = []  # seconds of the steps during the last save
+        self.step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)  # of steps during no save
+        self.stall_seconds: deque[float] = deque(maxlen=RECENT_SAVES)
         self.save_seconds: deque[float] = deque(maxlen=RECENT_SAVES)
 
     def due(self, step: int) -> bool:
-        """Tell whether a save is due after this step: on all ranks alike."""
+        """Tell whether a save is due after this step, the same on all ranks."""
         return step >= self.last + self.steps if self.auto else self.steps > 0 and step % self.steps == 0
 
     def begin(self, step: int) -> None:
-        """Note that a save of this step begins; the one before it is over."""
+        """Note that a save of this step begins, and that the one before has ended."""
         self._settle()
         self.last, self.running = step, True
 
     def end(self, seconds: float | None) -> None:
-        """Note that the save is over, whole after so many seconds; None: it failed. From any thread."""
+        """Note that the save has ended: whole after `seconds`, or failed if None. May be called from any thread."""
         if seconds is not None:
             self.save_seconds.append(seconds)
         self.running = False
 
-    def saw(self, it: Iteration) -> None:
+    def observe(self, it: Iteration) -> None:
         """Measure a step."""
         if not self.auto:
             return
         if it.step > self.last and (self.running or it.step == self.last + 1 and self.save_seconds):
-            self.beside.append(it.seconds)
+            self.during_save.append(it.seconds)
         else:
             self._settle()
             self.step_seconds.append(it.seconds)
 
     def _settle(self) -> None:
-        """Compare the steps beside a save with others."""
-        if self.beside and self.step_seconds:
-            typical, (first, *rest) = median(self.step_seconds), self.beside
+        """Compare the steps during a save with others."""
+        if self.during_save and self.step_seconds:
+            typical, (first, *rest) = median(self.step_seconds), self.during_save
             more = len(rest) * max(0.0, median(rest) - typical) if rest else 0.0
-            self.lost.append(max(0.0, first - typical) + more)
-        self.beside = []
+            self.stall_seconds.append(max(0.0, first - typical) + more)
+        self.during_save = []
 
     def costs(self) -> Costs:
         """Return this rank's measurements."""
-        return Costs(*(median(x) if x else None for x in (self.step_seconds, self.lost, self.save_seconds)))
+        return Costs(*(median(x) if x else None for x in (self.step_seconds, self.stall_seconds, self.save_seconds)))
 
     def best(self, of_ranks: Iterable[Costs]) -> tuple[int, str]:
-        """Choose the steps between saves by the measurements of all ranks; say why if that is another number."""
-        step, lost, save = (max((x for x in kind if x is not None), default=None) for kind in zip(*of_ranks))
-        if not step or lost is None or save is None:
+        """Choose the steps between saves by the measurements of all ranks; also return why, or "" if it stays."""
+        step, stall, save = (max((x for x in kind if x is not None), default=None) for kind in zip(*of_ranks))
+        if not step or stall is None or save is None:
             return self.steps, ""
-        steps = max(1, round(best_interval(lost, save, self.mtbf) / step))
+        steps = max(1, round(best_interval(stall, save, self.mtbf) / step))
         if self.agreed and self.steps / KEPT <= steps <= self.steps * KEPT:
             return self.steps, ""
-        why = f"a save costs {lost:.3g} s and takes {save:.3g} s, and the job fails every {duration(self.mtbf)}"
+        why = f"a save costs {stall:.3g} s and takes {save:.3g} s, and the job fails every {duration(self.mtbf)}"
         return steps, f"every {steps} steps ({duration(steps * step)}), since {why}"
 
     def agree(self, chosen: tuple[int, str]) -> str:
-        """Take what was chosen for all ranks; return the reason if it changes."""
+        """Set the interval that was chosen for all ranks; return the reason if it changes."""
         self.steps, why = chosen
         self.agreed = self.agreed or bool(why)
         return why
