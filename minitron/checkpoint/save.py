@@ -48,6 +48,7 @@ from minitron.checkpoint.checksum import THREADS
 from minitron.checkpoint.directory import ERRORS, STEP_NAME, TakenOver, begin, check_owner, claim, commit
 from minitron.checkpoint.format import CheckpointError, Description, describe, index_bytes, index_tensors, write_shard
 from minitron.checkpoint.local import LocalSaves
+from minitron.comm.handle import DeviceTime, Handle
 from minitron.config.schema import Config
 from minitron.kernels.fp8 import Fp8Gemm
 from minitron.model.gpt import GPT, Head
@@ -57,7 +58,6 @@ from minitron.optim.scaler import LossScaler
 from minitron.optim.zero1 import Zero1Optimizer
 from minitron.parallel.linear import ParallelLinear
 from minitron.runtime.log import Iteration, Log
-from minitron.runtime.meter import Mark, Pause, Stall
 
 
 class Exporter(Protocol):
@@ -141,7 +141,7 @@ class Checkpointer:
         self.saved, self.root = (step, None) if root is None else root
         c = cfg.checkpoint
         self.cadence, self.local_cadence = (Cadence(n, c.mtbf_hours, step) for n in (c.every, c.local_every))
-        self.pauses: list[Stall] = []
+        self.pauses: list[tuple[DeviceTime, DeviceTime]] = []
         self.mesh = mesh = state.optimizer.gradients.mesh
         self.file = f"rank_{mesh.rank:05d}.safetensors"
         self.decide = partial(mesh.agreement.decide, errors=ERRORS)
@@ -189,8 +189,8 @@ class Checkpointer:
         for cadence in (self.cadence, self.local_cadence):
             cadence.saw(it)
 
-    def stalls(self) -> list[Stall]:
-        """Return what training has waited for since the last call."""
+    def stalls(self) -> list[tuple[DeviceTime, DeviceTime]]:
+        """Return begin and end of each wait of the training since the last call."""
         taken, self.pauses = self.pauses, []
         return taken
 
@@ -199,7 +199,7 @@ class Checkpointer:
 
         local: on the nodes' own disks, unless there is nothing in checkpoint.dir yet. Errors of the disk are logged.
         """
-        began = Mark(self.mesh.device)
+        began = DeviceTime(self.mesh.device)
         self.wait()
         if step == self.saved:
             return
@@ -215,13 +215,18 @@ class Checkpointer:
         pairs = (pair for kind, flat in self.state.slices().items() for pair in zip(self.host[kind], flat))
         copied = copy_beside(self.stream, ((host, device) for host, device in pairs if len(host)))
         if copied is not None:
-            self.state.optimizer.snapshot_done = Snapshot(copied, self.mesh.device, self.pauses)
+            self.state.optimizer.snapshot_done = Handle(copied, [partial(self._wait_for_copy, copied)])
         progress, facts = {"iteration": step, "consumed_samples": consumed_samples}, self.state.facts()
         begun = time.perf_counter()
         self.running = self.thread.submit(self._write, progress, facts, mine, scalars, copied, local, begun)
         if not self.cfg.checkpoint.async_save:
             self.wait()
-        self.pauses.append(Pause(began, Mark(self.mesh.device)))
+        self.pauses.append((began, DeviceTime(self.mesh.device)))
+
+    def _wait_for_copy(self, copied: torch.cuda.Event) -> None:
+        """Let an update wait for the copy. Note how long the device stands still for it."""
+        self.pauses.append((DeviceTime(self.mesh.device), DeviceTime(self.mesh.device, copied)))
+        copied.wait()
 
     def _agree(self, cadence: Cadence, key: str) -> None:
         """Choose the interval to the next save, on all ranks alike. No thread of theirs communicates meanwhile."""
@@ -361,28 +366,6 @@ def copy_beside(stream: torch.cuda.Stream | None, pairs: Iterable[tuple[Tensor, 
         for host, device in pairs:
             host.copy_(device, non_blocking=True)
     return None if stream is None else stream.record_event(torch.cuda.Event(blocking=True, enable_timing=True))
-
-
-class Snapshot:
-    """The end of a copy, for which an update waits; tells how long the device stood still for it.
-
-    stalls: where it notes itself when an update has come to it.
-    """
-
-    def __init__(self, copied: torch.cuda.Event, device: torch.device, stalls: list[Stall]):
-        self.copied, self.device, self.stalls = copied, device, stalls
-        self.reached: Mark | None = None
-
-    def wait(self) -> None:
-        """Let the current stream wait for the copy."""
-        if self.reached is None:
-            self.reached = Mark(self.device)
-            self.stalls.append(self)
-        self.copied.wait()
-
-    def seconds(self) -> float:
-        assert self.reached is not None and self.reached.event is not None
-        return self.reached.event.elapsed_time(self.copied) / 1000
 
 
 def _to_host(x: Tensor) -> Tensor:

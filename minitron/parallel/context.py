@@ -34,7 +34,7 @@ out: overlapping the all-to-all with compute, and a ring step's documents in one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -45,7 +45,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minitron.comm.collectives import Handle, all_to_all, exchange, gather_start, reduce_scatter_start
+from minitron.comm.collectives import all_to_all, exchange, gather_start, reduce_scatter_start
+from minitron.comm.handle import Handle
 from minitron.comm.mesh import Axis
 from minitron.config.sizes import ROUNDED_ONCE
 from minitron.kernels import plain
@@ -311,7 +312,7 @@ class _Ring(torch.autograd.Function):
                 saved = _attend(kernel, tiles, q, keys, values, out, lse)
             kernel_saved.append(saved)
             if step + 1 < axis.size:
-                keys, values = arriving()
+                keys, values = arriving.wait()
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.axis, ctx.kernel, ctx.steps, ctx.kernel_saved = axis, kernel, steps, kernel_saved
@@ -322,7 +323,7 @@ class _Ring(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         axis, dout = ctx.axis, dout.contiguous()
         keys, values = k, v
-        arriving_sums: Callable[[], list[Tensor]] = list  # nothing before the first step
+        arriving_sums: Handle[list[Tensor]] = Handle()  # nothing before the first step
         for step, tiles in enumerate(ctx.steps):
             if step + 1 < axis.size:
                 arriving = _pass_on([keys, values], axis)
@@ -336,30 +337,23 @@ class _Ring(torch.autograd.Function):
                     for parts, place, like in zip(zip(*grads), ("queries", "keys", "keys"), (q, k, v))
                 )
             else:
-                sums = arriving_sums()  # what earlier ranks added for these keys: it travelled during the kernels
+                sums = arriving_sums.wait()  # what earlier ranks added for these keys: it travelled during the kernels
                 _add(tiles, grads, dq, *sums)
             if axis.size > 1:
                 arriving_sums = _pass_on(sums, axis)
             if step + 1 < axis.size:
-                keys, values = arriving()
+                keys, values = arriving.wait()
         if axis.size > 1:
-            sums = arriving_sums()  # after the last step they are back where the keys are
+            sums = arriving_sums.wait()  # after the last step they are back where the keys are
         dk, dv = sums
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 
-def _pass_on(tensors: list[Tensor], axis: Axis) -> Callable[[], list[Tensor]]:
-    """Begin to send to the next rank and to receive from the one before. Call the result to get what arrived."""
+def _pass_on(tensors: list[Tensor], axis: Axis) -> Handle[list[Tensor]]:
+    """Begin to send to the next rank and to receive from the one before."""
     before, after = (axis.rank - 1) % axis.size, (axis.rank + 1) % axis.size
     tensors = [x.contiguous() for x in tensors]
-    arrivals = [torch.empty_like(x) for x in tensors]
-    messages = exchange(axis, [(after, x) for x in tensors], [(before, x) for x in arrivals])
-
-    def arrived() -> list[Tensor]:
-        messages.wait()
-        return arrivals
-
-    return arrived
+    return exchange(axis, [(after, x) for x in tensors], [(before, torch.empty_like(x)) for x in tensors])
 
 
 # ---- all-gather -----------------------------------------------------------------------------------------------------
@@ -375,11 +369,11 @@ class _AllGather(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, kernel: _Kernel, documents: Boundaries | None
     ) -> Tensor:
-        gathers, seq_len = [gather_start(x, axis) for x in (k, v)], q.shape[0] * axis.size
+        gathers, seq_len = [_begin_gather(x, axis) for x in (k, v)], q.shape[0] * axis.size
         own = ring_tiles(seq_len, axis.size, axis.rank, axis.rank, documents)
         others = gathered_tiles(seq_len, axis.size, axis.rank, documents)
         out, lse, saved_own = _attend_first(kernel, own, q, k, v, _MANY)
-        keys, values = (_finish_gather(x, handle, axis) for x, handle in gathers)
+        keys, values = (gather.wait() for gather in gathers)
         saved_others = _attend(kernel, others, q, keys, values, out, lse)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -392,8 +386,8 @@ class _AllGather(torch.autograd.Function):
         axis, dout = ctx.axis, dout.contiguous()
         own, others = ctx.tiles
         saved_own, saved_others = ctx.kernel_saved
-        gathers = [gather_start(x, axis) for x in (k, v)]
-        keys, values = (_finish_gather(x, handle, axis) for x, handle in gathers)
+        gathers = [_begin_gather(x, axis) for x in (k, v)]
+        keys, values = (gather.wait() for gather in gathers)
         dq, *sums = (torch.zeros_like(x, dtype=_dtype_of_sum(x, _MANY)) for x in (q, keys, values))
         _add(
             others,
@@ -406,21 +400,22 @@ class _AllGather(torch.autograd.Function):
         )
         scatters = [reduce_scatter_start(_to_rank_order(x, axis), axis) for x in sums]
         grads = [ctx.kernel.backward(tile, dout, q, k, v, out, lse, saved) for tile, saved in zip(own, saved_own)]
-        for _, handle in scatters:
-            handle.wait()
-        dk, dv = (x for x, _ in scatters)
+        dk, dv = (scatter.wait() for scatter in scatters)
         _add(own, grads, dq, dk, dv)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 
-def _finish_gather(gathered: Tensor, handle: Handle, axis: Axis) -> Tensor:
-    """Put gathered chunks in order: 0, 2 cp - 1, 1, 2 cp - 2, ... as the ranks hold them -> 0, 1, 2, ..."""
-    handle.wait()
-    chunks = gathered.chunk(2 * axis.size)
-    return torch.cat(chunks[0::2] + chunks[::-2])
+def _begin_gather(x: Tensor, axis: Axis) -> Handle[Tensor]:
+    """Begin to gather chunks and to put them in order: 0, 2 cp - 1, 1, 2 cp - 2, ... on the ranks -> 0, 1, 2, ..."""
+
+    def in_order(gathered: Tensor) -> Tensor:
+        chunks = gathered.chunk(2 * axis.size)
+        return torch.cat(chunks[0::2] + chunks[::-2])
+
+    return gather_start(x, axis).then(in_order)
 
 
 def _to_rank_order(x: Tensor, axis: Axis) -> Tensor:
-    """Undo the order of `_finish_gather`."""
+    """Undo the order of `_begin_gather`."""
     chunks = x.chunk(2 * axis.size)
     return torch.cat([chunk for pair in zip(chunks[: axis.size], reversed(chunks)) for chunk in pair])
