@@ -341,10 +341,8 @@ class Gradients:
         self.slices.reduced()
         if self.stream is not None:
             torch.cuda.current_stream().wait_stream(self.stream)
-        # A comparison reads its result on the host, which a recording cannot.
-        if not self.copies_compared and not (
-            self.mesh.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        ):
+        recording = self.mesh.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if not (self.copies_compared or recording):  # a comparison reads its result on the host
             self._refuse_equal_copies()
         _sum_all((b.grad_slice for b in self.buckets if b.key.sum_over_tp), self.mesh.tp)
         _sum_all((b.grad_slice for b in self.buckets if b.key.tied), self.mesh.embedding)
