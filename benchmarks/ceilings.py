@@ -123,7 +123,7 @@ def collective_rows(num_bytes: int, axis: Axis, device: torch.device) -> Iterato
     whole = torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=device)
     part = whole[: whole.numel() // axis.size].clone()
     for name, start, x in (("all-gather", gather_start, part), ("reduce-scatter", reduce_scatter_start, whole)):
-        rate = num_bytes * (axis.size - 1) / axis.size / seconds(lambda: start(x, axis)[1].wait(), device)
+        rate = num_bytes * (axis.size - 1) / axis.size / seconds(lambda: start(x, axis).wait(), device)
         yield f"{name}, {axis.size} ranks", f"{num_bytes / 2**20:g} MiB", rate / 1e9, "GB/s"
 
 

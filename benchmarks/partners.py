@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 from unittest import mock
 
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from minitron import train
 from minitron.comm import collectives
-from minitron.comm.collectives import Done, Handle, Pending
+from minitron.comm.handle import Handle
 from minitron.comm.mesh import Axis
 from minitron.data.batch import Batch
 from minitron.optim import slices
@@ -43,7 +43,7 @@ MAGNITUDES = {"activation": 1.0, "gradient": 0.01}
 def partners(gpus_per_node: int) -> Iterator[None]:
     """Replace what a rank's partners would bring by finite values of this rank, made on its device."""
 
-    def see_each_other(axis: Axis, device: torch.device) -> bool:
+    def can_access_peers(axis: Axis, device: torch.device) -> bool:
         """The answer in a job whose nodes are filled in order."""
         one_node = axis.ranks[0] // gpus_per_node == axis.ranks[-1] // gpus_per_node
         return device.type == "cuda" and axis.size > 1 and one_node
@@ -52,8 +52,8 @@ def partners(gpus_per_node: int) -> Iterator[None]:
         for owner, name, ours in (
             (collectives, "_start", start),
             *((module, "exchange", exchange) for module in (collectives, executor, context)),
-            *((module, "see_each_other", see_each_other) for module in (overlap, slices)),
-            *((module, "SharedBuffer", LocalBuffer) for module in (overlap, slices)),
+            *((module, "can_access_peers", can_access_peers) for module in (overlap, slices)),
+            *((module, "SymmetricBuffer", LocalBuffer) for module in (overlap, slices)),
             (overlap.SymmetricMemoryComm, "_receive", receive),
             (vocab, "lookup", look_up),
             (train.Trainer, "totals", totals),
@@ -75,19 +75,20 @@ def start(kind: str, call: Callable, axis: Axis, *tensors: Tensor, wait: bool = 
                 part.copy_(x)
         else:
             out.copy_(x.chunk(axis.size)[axis.rank] if kind == "reduce-scatter" else x)
-    return Done() if wait else Pending(kind, axis, x.nbytes, (), tensors)
+    return Handle(out, () if wait else [partial(collectives._wait_for, (), kind, axis, x.nbytes)], held=tensors)
 
 
-def exchange(axis: Axis, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]) -> Pending:
+def exchange(axis: Axis, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]) -> Handle:
     """Messages that arrive at once: between stages random values, around a ring what this rank sends."""
-    action, tensors = axis.activity.action, [x for _, x in (*sends, *recvs)]
+    action = axis.activity.action
     if isinstance(action, Exchange):
         sources = [noise(x.shape, x.dtype, x.device, t.kind) for t, (_, x) in zip(action.recvs, recvs, strict=True)]
     else:
         sources = [x for _, x in sends]
     for (_, there), here in zip(recvs, sources):
         there.copy_(here)
-    return Pending("exchange", axis, sum(x.nbytes for x in tensors), (), tensors)
+    num_bytes = sum(x.nbytes for _, x in (*sends, *recvs))
+    return Handle([x for _, x in recvs], [partial(collectives._wait_for, (), "exchange", axis, num_bytes)])
 
 
 @lru_cache(None)
@@ -98,7 +99,7 @@ def noise(shape: torch.Size, dtype: torch.dtype, device: torch.device, kind: str
 
 
 class LocalBuffer:
-    """comm.shared_memory.SharedBuffer of a rank alone: every rank's memory is its own, and a barrier a short kernel."""
+    """A SymmetricBuffer of a rank alone: every rank's memory is its own, and a barrier a short kernel."""
 
     def __init__(self, axis: Axis, nbytes: int, device: torch.device):
         self.nbytes, self.own = nbytes, torch.zeros(nbytes, dtype=torch.uint8, device=device)
@@ -115,14 +116,14 @@ class LocalBuffer:
         self._signal.add_(1)
 
 
-def receive(self: overlap.SymmetricMemoryComm, memory: LocalBuffer, group: Any, received: Tensor) -> None:
+def receive(self: overlap.SymmetricMemoryComm, memory: LocalBuffer, piece: Any, received: Tensor) -> None:
     """SymmetricMemoryComm._receive: the rows made for each source stand for those that it has made for this rank.
 
     Those are written by then, have the right magnitude, and differ from each other, as the parts of a sum do.
     """
-    for source in group.sources:
-        piece = received[source]
-        piece.copy_(memory.view(self.axis.rank, piece.shape, piece.dtype, source * piece.numel()))
+    for source in piece.ranks:
+        part = received[source]
+        part.copy_(memory.view(self.axis.rank, part.shape, part.dtype, source * part.numel()))
 
 
 def look_up(ids: Tensor, table: Tensor, first: int, *others: Any, lookup: Callable = vocab.lookup) -> Tensor:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from minitron.comm import collectives
-from minitron.comm.collectives import Pending
+from minitron.comm.handle import Handle
 from minitron.parallel import context
 from minitron.pipeline import executor
 from minitron.pipeline.replay import Replay
@@ -34,7 +34,7 @@ class Recording(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.calls: list[Callable[[], object]] = []
-        self.under_way: dict[Pending, Pending] = {}  # of the recording -> of the replay
+        self.under_way: dict[Handle, Handle] = {}  # of the recording -> of the replay
         self.inside = False  # a collective, which is recorded as one call
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -47,15 +47,15 @@ class Recording(TorchDispatchMode):
         return result
 
     def __enter__(self):
-        self.originals = collectives._start, collectives.exchange, Pending.wait
+        self.originals = collectives._start, collectives.exchange, Handle.wait
         start, exchange, wait = self.originals
         collectives._start = partial(self._communicate, start)
         executor.exchange = context.exchange = partial(self._communicate, exchange)
-        Pending.wait = lambda pending: self._wait(wait, pending)
+        Handle.wait = lambda handle: self._wait(wait, handle)
         return super().__enter__()
 
     def __exit__(self, *error):
-        collectives._start, executor.exchange, Pending.wait = self.originals
+        collectives._start, executor.exchange, Handle.wait = self.originals
         context.exchange = executor.exchange
         return super().__exit__(*error)
 
@@ -76,12 +76,14 @@ class Recording(TorchDispatchMode):
         self.under_way[handle] = handle
         return handle
 
-    def _wait(self, wait, pending: Pending) -> None:
-        if pending in self.under_way:  # else it began before the recording: a gather of parameters
-            self.calls.append(lambda: wait(self.under_way[pending]))
+    def _wait(self, wait, handle: Handle) -> object:
+        if handle not in self.under_way:  # it has a result of others, or began before the recording
+            return wait(handle)
+        self.calls.append(lambda: wait(self.under_way[handle]))
         self.inside = True  # gloo copies some results when it is waited for
-        wait(pending)
+        result = wait(handle)
         self.inside = False
+        return result
 
 
 def _again(func, args, kwargs, result) -> None:

@@ -43,10 +43,10 @@ from minitron.checkpoint.directory import ERRORS, STEP_NAME, TakenOver, claim
 from minitron.checkpoint.format import CheckpointError
 from minitron.checkpoint.interval import SaveInterval
 from minitron.checkpoint.state import State, tensor_shards
+from minitron.comm.handle import DeviceTime, Handle
 from minitron.config.schema import Config
 from minitron.runtime.log import Log
 from minitron.runtime.log_formats import Iteration
-from minitron.runtime.meter import Mark, Pause, Stall
 
 LOCAL_KEEP = 2  # the newest local save may be missing on a node that was lost while it was written
 
@@ -83,7 +83,7 @@ class Checkpointer:
         self.cfg, self.state, self.data, self.log, self.exporter = cfg, state, data, log, exporter
         self.parent_checkpoint = parent_checkpoint
         self.interval, self.local_interval = (SaveInterval(n, c.mtbf_hours, step) for n in (c.every, c.local_every))
-        self.pauses: list[Stall] = []
+        self.pauses: list[tuple[DeviceTime, DeviceTime]] = []
         self.mesh = mesh = state.optimizer.gradients.mesh
         self.decide = partial(mesh.agreement.decide, errors=ERRORS)
         on_gpu = mesh.device.type == "cuda"
@@ -122,8 +122,8 @@ class Checkpointer:
         for interval in (self.interval, self.local_interval):
             interval.observe(it)
 
-    def stalls(self) -> list[Stall]:
-        """Return what training has waited for since the last call."""
+    def stalls(self) -> list[tuple[DeviceTime, DeviceTime]]:
+        """Return begin and end of each wait of the training since the last call."""
         taken, self.pauses = self.pauses, []
         return taken
 
@@ -132,7 +132,7 @@ class Checkpointer:
 
         local: save in checkpoint.local_dir, unless checkpoint.dir holds no save yet. Errors of the disk are logged.
         """
-        began = Mark(self.mesh.device)
+        began = DeviceTime(self.mesh.device)
         self.wait()
         if step == self.shared.saved:
             return
@@ -148,7 +148,7 @@ class Checkpointer:
         pairs = (pair for kind, flat in self.state.slices().items() for pair in zip(self.host[kind], flat))
         copied = copy_beside(self.stream, ((host, device) for host, device in pairs if len(host)))
         if copied is not None:
-            self.state.optimizer.snapshot_done = Snapshot(copied, self.mesh.device, self.pauses)
+            self.state.optimizer.snapshot_done = Handle(copied, [partial(self._wait_for_copy, copied)])
         layout = {axis: getattr(self.mesh, axis).size for axis in ("world", "tp", "pp", "cp", "dp")}
         about = {
             "iteration": step,
@@ -161,7 +161,12 @@ class Checkpointer:
         self.running = self.thread.submit(self._write, destination, about, shards, scalars, copied, begun)
         if not self.cfg.checkpoint.async_save:
             self.wait()
-        self.pauses.append(Pause(began, Mark(self.mesh.device)))
+        self.pauses.append((began, DeviceTime(self.mesh.device)))
+
+    def _wait_for_copy(self, copied: torch.cuda.Event) -> None:
+        """Let an update wait for the copy. Note how long the device stands still for it."""
+        self.pauses.append((DeviceTime(self.mesh.device), DeviceTime(self.mesh.device, copied)))
+        copied.wait()
 
     def _choose_interval(self, interval: SaveInterval, key: str) -> None:
         """Choose the steps to the next save, the same on all ranks. No thread communicates meanwhile."""
@@ -275,28 +280,6 @@ def copy_beside(stream: torch.cuda.Stream | None, pairs: Iterable[tuple[Tensor, 
         for host, device in pairs:
             host.copy_(device, non_blocking=True)
     return None if stream is None else stream.record_event(torch.cuda.Event(blocking=True, enable_timing=True))
-
-
-class Snapshot:
-    """The end of a copy, for which an update waits; tells how long the device stood still for it.
-
-    stalls: where it notes itself when an update has come to it.
-    """
-
-    def __init__(self, copied: torch.cuda.Event, device: torch.device, stalls: list[Stall]):
-        self.copied, self.device, self.stalls = copied, device, stalls
-        self.reached: Mark | None = None
-
-    def wait(self) -> None:
-        """Let the current stream wait for the copy."""
-        if self.reached is None:
-            self.reached = Mark(self.device)
-            self.stalls.append(self)
-        self.copied.wait()
-
-    def seconds(self) -> float:
-        assert self.reached is not None and self.reached.event is not None
-        return self.reached.event.elapsed_time(self.copied) / 1000
 
 
 def _to_host(x: Tensor) -> Tensor:

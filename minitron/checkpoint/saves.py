@@ -8,10 +8,10 @@ from typing import Any
 from minitron.checkpoint.format import CheckpointError
 from minitron.checkpoint.save import Checkpointer, Exporter
 from minitron.checkpoint.state import State
+from minitron.comm.handle import DeviceTime
 from minitron.config.schema import Config
 from minitron.optim.replicas import Replicas
 from minitron.runtime.log import Log
-from minitron.runtime.meter import Stall
 from minitron.runtime.observer import Observer, StepDone
 from minitron.runtime.stop import Stop
 
@@ -40,8 +40,8 @@ class Saves(Observer):
         self.folder, self.first, self.step, self.consumed, self.waited = cfg.checkpoint.dir, done, done, consumed, 0.0
         self.checkpointer = None if self.folder is None else Checkpointer(cfg, state, data, log, done, root, exporter)
 
-    def stalls(self) -> list[Stall]:
-        """Return what training has waited for since the last call."""
+    def stalls(self) -> list[tuple[DeviceTime, DeviceTime]]:
+        """Return begin and end of each wait of the training since the last call."""
         return [] if self.checkpointer is None else self.checkpointer.stalls()
 
     def after(self, done: StepDone) -> None:

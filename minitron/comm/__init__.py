@@ -1,1 +1,1 @@
-"""Who talks to whom, and how: the mesh, collectives, memory that GPUs share."""
+"""Communication between ranks: the mesh, collectives, handles of what is under way, symmetric memory."""

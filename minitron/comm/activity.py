@@ -1,9 +1,9 @@
 """What a rank is doing, for a watching thread to read at any moment.
 
-Problem: when one rank of a thousand stops, the others wait for it in a collective, and none of them can say what it
-is doing. The idea: every rank keeps an `Activity`, a few attributes that the working thread overwrites: step, schedule
-action, collective. Every `Axis` carries it, so every collective can write to it, and it is no global. runtime/watch.py
-reads it in a run; a dry run's recorder (planner/dryrun/dryrun.py) is an Activity that keeps every collective.
+Problem: when one rank of a thousand stops, the others wait for it in a collective, and their stacks do not show why.
+The idea: every rank keeps an `Activity`, a few attributes that the training thread overwrites: step, schedule action,
+collective. Every `Axis` has it, so every collective writes to it, and it is no global. runtime/watch.py reads it in a
+run. A dry run's recorder (planner/dryrun/dryrun.py) is an Activity that keeps every collective.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Ranks(Protocol):
 
 
 class Stopwatch(Protocol):
-    """Times what a rank computes, see runtime/stragglers.py."""
+    """Times a rank's own work, see runtime/stragglers.py."""
 
-    one_microbatch: bool  # its calls cost time: it measures one forward and one backward of a step
+    one_microbatch: bool  # it times one forward and one backward of a step, because its calls cost time
 
     def begin(self) -> None: ...
 
@@ -42,15 +42,15 @@ class Stopwatch(Protocol):
 
 
 class PeerLost(RuntimeError):
-    """A collective failed of which no Activity tells, such as a save's; most likely another rank has died."""
+    """A collective failed that no Activity records, such as a save's; most likely another rank has died."""
 
 
 class Activity:
     """What this rank is doing. Written by the thread that trains, read by others at any moment.
 
-    action: of the schedule, or a word. collective: (kind, axis, bytes) of the collective that the host is in; after a
-    failed one it is kept. since: when any of this changed last, by `time.monotonic`. progress: on a GPU, what the
-    device itself is doing. stopwatch: of the time in which it waits for no other rank, if that is taken.
+    action: of the schedule, or a word. collective: (kind, axis, bytes) of the collective that the host is in, or that
+    has failed. since: time of the last change, by `time.monotonic`. progress: on a GPU, what the device itself is
+    doing. stopwatch: times the rank's own work, if that is measured.
     """
 
     __slots__ = ("step", "action", "collective", "since", "progress", "stopwatch")
@@ -74,13 +74,13 @@ class Activity:
         self.action, self.since = action, monotonic()
 
     def ended(self) -> None:
-        """Note that the host has launched all of the action, which a GPU may not have begun."""
+        """Note that the host has launched the whole action, which a GPU may not have begun."""
         if self.progress is not None:
             self.progress.ended(self.action)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Note that what is launched inside is recorded, and does not run."""
+        """Note that launches within the block are recorded and do not run."""
         queued: list[object] = [] if self.progress is None else self.progress.queued[-1][1]
         before = len(queued)
         try:
@@ -89,13 +89,13 @@ class Activity:
             del queued[before:]
 
     def replay(self, actions: Sequence[object]) -> None:
-        """Note that the host is about to launch a recording of these actions, at whose ends the device will write."""
+        """Note that the host is about to launch a recording of these actions. The device notes the end of each."""
         self.begin("replay")
         if self.progress is not None:
             self.progress.queued[-1][1].extend(actions)
 
     def enter(self, kind: str, axis: Ranks, num_bytes: int, waits: bool = True) -> None:
-        """Note that the host enters a collective. waits: for its end, or on a GPU lets the current stream do so."""
+        """Note that the host enters a collective. waits: the host, or a GPU's current stream, waits for its end."""
         self.collective, self.since = (kind, axis, num_bytes), monotonic()
         if waits:
             self.pause()
@@ -109,12 +109,12 @@ class Activity:
         self.resume()
 
     def pause(self) -> None:
-        """Note that what the current stream does next depends on other ranks."""
+        """Note that the current stream's next work depends on other ranks."""
         if self.stopwatch is not None:
             self.stopwatch.pause()
 
     def resume(self) -> None:
-        """Note that what the current stream does from here on depends on this rank alone."""
+        """Note that the current stream's work depends on this rank alone again."""
         if self.stopwatch is not None:
             self.stopwatch.resume()
 
@@ -130,15 +130,15 @@ class Activity:
         return text
 
     def partners(self) -> str:
-        """Name the ranks of the collective: ", together ranks 0, 1"; "" outside of one."""
+        """Name the ranks of the collective: ", together ranks 0, 1"; "" without a collective."""
         return "" if self.collective is None else f", together {listed(self.collective[1].ranks)}"
 
 
 class Progress:
     """How far a GPU is: after each action a kernel writes step and action count to pinned host memory.
 
-    The host, which runs ahead, keeps what it has queued: (step, its actions) of the last steps. Whoever reads the words
-    asks nothing of CUDA, and so gets an answer from a device that has failed, too.
+    The host, which runs ahead, keeps the queue: (step, its actions) of the last steps. Reading `words` calls no CUDA
+    function, so it also works after the device has failed.
     """
 
     def __init__(self, words: torch.Tensor, on_device: torch.Tensor):
@@ -148,7 +148,7 @@ class Progress:
 
     @staticmethod
     def of(device: torch.device) -> Progress:
-        """Make the words of a GPU, which reads and writes the host's pinned memory at the address it has there."""
+        """Make the words of a GPU, which accesses pinned memory at the host's address."""
         words = torch.zeros(2, dtype=torch.int64, pin_memory=True)
         return Progress(words, torch.as_tensor(_DeviceView(words), device=device))
 
@@ -174,7 +174,7 @@ class Progress:
 
 
 class _DeviceView:
-    """Pinned memory, under the protocol by which torch.as_tensor takes it for a device's."""
+    """Pinned memory under the protocol by which torch.as_tensor makes a device tensor of it."""
 
     def __init__(self, pinned: torch.Tensor):
         self.__cuda_array_interface__: dict[str, Any] = {
@@ -186,7 +186,7 @@ class _DeviceView:
 
 
 def listed(ranks: Iterable[int], at_most: int = 8) -> str:
-    """Write ranks as text: "rank 3", "ranks 0, 1, 2"; of more than `at_most` the first ones and their number."""
+    """Write ranks as text: "rank 3", "ranks 0, 1, 2". Of more than `at_most` ranks, the first ones and the count."""
     names = [str(rank) for rank in ranks]
     more = f", ... ({len(names)} in all)" if len(names) > at_most else ""
     return f"rank{'s' * (len(names) > 1)} {', '.join(names[:at_most])}{more}"

@@ -1,32 +1,39 @@
 """Every collective that autograd sees, beside its adjoint.
 
-A linear map's backward pass is its transpose. For collectives along an axis of P ranks the pairs are
+A linear map's backward pass is its transpose. So each collective has a partner that runs in the backward pass. Papers
+on tensor parallelism call two of them f, before a column-parallel product, and g, after a row-parallel one. The
+backward pass of f runs g, and that of g runs f:
+
+    Shoeybi et al. 2019                                 f = copy          g = all-reduce
+    sequence parallelism (Korthikanti et al. 2022)      f = all-gather    g = reduce-scatter
+
+Along an axis of P ranks the pairs are
 
     forward                                       backward
-    copy            x on every rank               all-reduce       f of Megatron-LM (Shoeybi et al. 2019)
-    all_reduce      sum of x over the ranks       copy             g
-    all_gather      concatenate along a dim       reduce-scatter   g of Korthikanti et al. 2022
-    reduce_scatter  sum, keep this rank's slice   all-gather       g-bar
+    copy            x on every rank               all-reduce
+    all_reduce      sum of x over the ranks       copy
+    all_gather      concatenate along a dim       reduce-scatter
+    reduce_scatter  sum, keep this rank's slice   all-gather
     split           keep this rank's slice        all-gather
     all_to_all      trade slices                  trade them back
 
-so each autograd function below is one line. Along an axis of size 1 each of them is the identity and launches nothing,
-so layers need not ask how large an axis is. The functions that end in `_` or `_into` are the plain operations
-underneath: layers with a hand-written backward, the pipeline and the optimizer call those; with `wait=False` they
-return a handle, so that a GEMM can run while data travel. The host waits for other ranks in `_start` and `Pending.wait`
-alone. Both note it in the rank's `Activity`, so that `minitron.runtime.watch` can tell who waits for whom.
+Along an axis of size 1 each of them is the identity and launches nothing. The functions that end in `_`, `_into` or
+`_start` are the plain operations underneath, for code with a hand-written backward. They return a `Handle`
+(handle.py). Ranks wait for each other in `_start` and `_wait_for` only, which note it in the rank's `Activity`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from minitron.comm.handle import Handle
 from minitron.comm.mesh import Axis
 
 # torch 2.13 renamed both and warns about the names that 2.11 has.
@@ -34,75 +41,53 @@ _gather_op = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 _reduce_scatter_op = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Handle(Protocol):
-    """Something under way."""
-
-    def wait(self) -> None:
-        """Wait until it is done: the host, or on a GPU the current stream."""
-
-
-class Done:
-    """The handle of a collective that had nothing to do."""
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
-class Pending:
-    """The handle of operations under way. It keeps their tensors alive until wait() has returned."""
-
-    __slots__ = ("kind", "axis", "num_bytes", "works", "tensors")
-
-    def __init__(self, kind: str, axis: Axis, num_bytes: int, works: Sequence[dist.Work], tensors: Sequence[Tensor]):
-        self.kind, self.axis, self.num_bytes = kind, axis, num_bytes
-        self.works, self.tensors = works, tensors
-
-    def wait(self) -> None:
-        """Wait for all of them, once: a second wait for a gloo work would take the next message for its own."""
-        self.axis.activity.enter(self.kind, self.axis, self.num_bytes)
-        for work in self.works:
-            work.wait()
-        self.axis.activity.leave()
-        self.works, self.tensors = (), ()
-
-
 def _start(
     kind: str, call: Callable[..., dist.Work], axis: Axis, *tensors: Tensor, wait: bool = True, **options: Any
-) -> Handle:
-    """Call `call(*tensors)` over `axis`, and wait for it or not. The last tensor is this rank's input."""
+) -> Handle[Tensor]:
+    """Call `call(*tensors)` over `axis`. The first tensor is the result, the last one this rank's input."""
     num_bytes = tensors[-1].nbytes
     axis.activity.record(kind, axis, tensors[-1], axis.ranks)
     axis.activity.enter(kind, axis, num_bytes, wait)
     work = call(*tensors, group=axis.group, async_op=not wait, **options)
     axis.activity.leave()
-    return Done() if wait else Pending(kind, axis, num_bytes, [work], tensors)
+    waits = () if wait else [partial(_wait_for, [work], kind, axis, num_bytes)]
+    return Handle(tensors[0], waits, held=tensors)
+
+
+def _wait_for(works: Sequence[dist.Work], kind: str, axis: Axis, num_bytes: int) -> None:
+    axis.activity.enter(kind, axis, num_bytes)
+    for work in works:
+        work.wait()
+    axis.activity.leave()
 
 
 # ---- plain operations: no autograd, in place or into a given tensor -------------------------------------------------
 
 
-def all_reduce_(x: Tensor, axis: Axis, *, wait: bool = True, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Handle:
-    """Replace x by its sum (or `op`) over `axis`. Returns a handle, which wait=True has waited for."""
+def all_reduce_(
+    x: Tensor, axis: Axis, *, wait: bool = True, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Handle[Tensor]:
+    """Replace x by its sum (or `op`) over `axis`. Returns a handle of x, which is done if `wait`."""
     if axis.size == 1:
-        return Done()
+        return Handle(x)
     return _start("all-reduce", dist.all_reduce, axis, x, wait=wait, op=op)
 
 
-def all_gather_into(out: Tensor, x: Tensor, axis: Axis, *, wait: bool = True) -> Handle:
+def all_gather_into(out: Tensor, x: Tensor, axis: Axis, *, wait: bool = True) -> Handle[Tensor]:
     """Gather the ranks' x [m, ...] into out [P m, ...], in axis order. Contiguous; x may be out's own slice."""
     if axis.size == 1:
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
-        return Done()
+        return Handle(out)
     return _start("all-gather", _gather_op, axis, out, x, wait=wait)
 
 
-def reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis, *, wait: bool = True) -> Handle:
+def reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis, *, wait: bool = True) -> Handle[Tensor]:
     """Write this rank's slice (dim 0) of the sum of x over `axis` to out. Contiguous; out may be x's own slice."""
     if axis.size == 1:
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
-        return Done()
+        return Handle(out)
     return _start("reduce-scatter", _reduce_scatter_op, axis, out, x, wait=wait)
 
 
@@ -119,51 +104,51 @@ def gather_json(value: Any, axis: Axis, device: torch.device) -> list[Any]:
     return [json.loads(bytes(text[:size])) for text, size in zip(texts, sizes.tolist())]
 
 
-def exchange(axis: Axis, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]) -> Pending:
-    """Post messages together without waiting; each is (rank along the axis, contiguous tensor)."""
+def exchange(
+    axis: Axis, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]
+) -> Handle[list[Tensor]]:
+    """Post messages together without waiting; each is (rank along the axis, contiguous tensor).
+
+    Returns a handle of the received tensors.
+    """
     ops = []
     for kind, direction, messages in (("send", dist.isend, sends), ("recv", dist.irecv, recvs)):
         for peer, x in messages:
             axis.activity.record(kind, axis, x, (axis.ranks[peer],))
             ops.append(dist.P2POp(direction, x, axis.ranks[peer], group=axis.group))
-    tensors = [op.tensor for op in ops]
-    num_bytes = sum(x.nbytes for x in tensors)
-    axis.activity.enter("exchange", axis, num_bytes, False)  # posting waits for nobody, but fails if a peer has died
+    num_bytes = sum(op.tensor.nbytes for op in ops)
+    axis.activity.enter("exchange", axis, num_bytes, False)  # posting does not wait, but fails if a peer has died
     works = dist.batch_isend_irecv(ops)
     axis.activity.leave()
-    return Pending("exchange", axis, num_bytes, works, tensors)
+    return Handle([x for _, x in recvs], [partial(_wait_for, works, "exchange", axis, num_bytes)], held=ops)
 
 
-def gather_start(x: Tensor, axis: Axis) -> tuple[Tensor, Handle]:
-    """Begin an all-gather along dim 0. Returns (result, handle); the result is valid after handle.wait()."""
+def gather_start(x: Tensor, axis: Axis) -> Handle[Tensor]:
+    """Begin an all-gather along dim 0."""
     if axis.size == 1:
-        return x, Done()
+        return Handle(x)
     out = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
-    return out, all_gather_into(out, x.contiguous(), axis, wait=False)
+    return all_gather_into(out, x.contiguous(), axis, wait=False)
 
 
-def reduce_scatter_start(x: Tensor, axis: Axis) -> tuple[Tensor, Handle]:
-    """Begin a reduce-scatter along dim 0, as `gather_start`. Raises ValueError if dim 0 is not divisible."""
+def reduce_scatter_start(x: Tensor, axis: Axis) -> Handle[Tensor]:
+    """Begin a reduce-scatter along dim 0. Raises ValueError if dim 0 is not divisible."""
     if axis.size == 1:
-        return x, Done()
+        return Handle(x)
     _check_divisible(x, 0, axis)
     out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
-    return out, reduce_scatter_into(out, x.contiguous(), axis, wait=False)
+    return reduce_scatter_into(out, x.contiguous(), axis, wait=False)
 
 
 def gather_along(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     """Concatenate the ranks' x along `dim`; no autograd."""
-    out, handle = gather_start(x.movedim(dim, 0), axis)
-    handle.wait()
-    return out.movedim(0, dim)
+    return gather_start(x.movedim(dim, 0), axis).wait().movedim(0, dim)
 
 
 def reduce_scatter_along(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     """Sum over the ranks, keep this rank's slice of `dim`; no autograd."""
     _check_divisible(x, dim, axis)
-    out, handle = reduce_scatter_start(x.movedim(dim, 0), axis)
-    handle.wait()
-    return out.movedim(0, dim)
+    return reduce_scatter_start(x.movedim(dim, 0), axis).wait().movedim(0, dim)
 
 
 def slice_along(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:

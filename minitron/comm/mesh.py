@@ -1,10 +1,10 @@
 """The mesh: which ranks work together along each parallel axis.
 
-Problem: a rank of a 4-axis job takes part in many groups (its tensor-parallel neighbours, its pipeline, ...),
-and every layer needs to know a few of them. The idea: ranks are the elements of an array [pp, dp, cp, tp], tp
-innermost so that the axis with the most traffic stays inside a node. An `Axis` is the line through this rank along one
-dimension of the array. It is an argument of whatever communicates along it; nothing here is global. An axis of size 1
-has no group, and every collective over it is the identity, so the model needs no `if tp > 1`.
+Problem: a rank of a 4-axis job is a member of many groups (its tensor-parallel neighbours, its pipeline, ...), and
+every layer needs a few of them. The idea: ranks are the elements of an array [pp, dp, cp, tp]. tp is innermost, so that
+the axis with the most traffic stays inside a node. An `Axis` is the line through this rank along one dimension of the
+array. Code that communicates takes it as an argument; nothing here is global. An axis of size 1 has no group, and every
+collective over it is the identity, so the model needs no `if tp > 1`.
 
     8 ranks, pp 2, dp 1, cp 2, tp 2:     rank = ((pp * dp_size + dp) * cp_size + cp) * tp_size + tp
         pp 0: cp 0: ranks 0 1            rank 5: tp axis (4, 5), cp axis (5, 7), pp axis (1, 5),
@@ -12,9 +12,9 @@ has no group, and every collective over it is the identity, so the model needs n
         pp 1: cp 0: ranks 4 5
               cp 1: ranks 6 7
 
-Besides the four axes there are three that serve one purpose each: `dp_cp` (gradients are summed and optimizer state
-is sharded over it), `embedding` (the first and the last pipeline rank, which hold the two copies of a tied
-weight) and `world` (statistics of a step).
+Three more axes serve one purpose each: `dp_cp` (gradients are summed and optimizer state is sharded over it),
+`embedding` (the first and the last pipeline rank, which hold the two copies of a tied weight) and `world` (statistics
+of a step).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from minitron.comm.activity import Activity
 from minitron.comm.agree import Agreement
 
 AXES = ("pp", "dp", "cp", "tp")
-UNWATCHED = Activity()  # of an axis that was made alone, without a mesh: written, but read by nobody
+UNWATCHED = Activity()  # of an axis that was made without a mesh: written, but never read
 
 
 @dataclass(frozen=True)
 class Axis:
-    """Ranks that communicate with each other. ranks: global, in order; rank: the index of this one among them."""
+    """Ranks that communicate with each other. ranks: global, in order. rank: the index of this rank among them."""
 
     name: str
     rank: int
@@ -47,7 +47,7 @@ class Axis:
 
     @staticmethod
     def single() -> Axis:
-        """Make the axis of one rank alone."""
+        """Make an axis of one rank."""
         return Axis("single", 0, 1, (0,))
 
 
@@ -115,7 +115,7 @@ class Mesh:
     def offline(
         world: int = 1, rank: int = 0, *, tp: int = 1, pp: int = 1, cp: int = 1, device: torch.device | str = "cpu"
     ) -> Mesh:
-        """Make the mesh of `rank` in a world that need not exist: without process groups, so nothing can be sent."""
+        """Make the mesh of `rank` in a world that need not exist: without process groups or communication."""
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())

@@ -1,15 +1,15 @@
-"""Memory of each GPU that the others of its node can read: one buffer, its barrier, and the streams that copies run on.
+"""Symmetric memory: a buffer on each GPU of a node that the other GPUs can read, its barrier, and a switch of streams.
 
-Problem: a collective of NCCL is a kernel, which takes multiprocessors from the products beside it. Over NVLink a GPU
-can read another one's memory with its copy engines, which take none ("symmetric memory"). The idea: every rank of an
-axis makes a buffer of the same size, and all ranks map all of them. The two users decide who reads what, and when:
-parallel/overlap.py (activations, within a product) and optim/slices.py (gradients and parameters).
+Problem: a collective of NCCL is a kernel, which takes SMs from the products beside it. Over NVLink a GPU reads another
+GPU's memory with its copy engines, which take none. The idea: every rank of an axis makes a buffer of the same size,
+and all ranks map all of them. parallel/overlap.py exchanges activations in them, within a product, and optim/slices.py
+gradients and parameters.
 
     rank 0   own [ a0 | b0 ]      view(1, shape of b, start of b) = b1, in the memory of rank 1
-    rank 1   own [ a1 | b1 ]      barrier(): what both ranks launched before it is done
+    rank 1   own [ a1 | b1 ]      barrier(): both ranks have done the work that they launched before it
 
-A barrier is a short kernel, ordered by the stream that it is launched on, like everything here. Left out: several
-nodes, which share no memory, and NVLink's multicast.
+A barrier is a short kernel on the current stream. Left out: several nodes, which share no memory, and NVLink's
+multicast.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from minitron.comm.collectives import gather_json
 from minitron.comm.mesh import Axis
 
 
-class SharedBuffer:
-    """A buffer of `nbytes` on every rank of `axis`, which all of them can read. Making it is collective."""
+class SymmetricBuffer:
+    """A buffer of `nbytes` on every rank of `axis`, which all ranks can read. The constructor is collective."""
 
     def __init__(self, axis: Axis, nbytes: int, device: torch.device):
         assert axis.group is not None
@@ -38,21 +38,21 @@ class SharedBuffer:
         self._views: dict[tuple[int, torch.Size, torch.dtype, int], Tensor] = {}
 
     def view(self, rank: int, shape: torch.Size, dtype: torch.dtype, start: int) -> Tensor:
-        """Return the elements from `start` on, counted in `dtype`, of the buffer of `rank`. Views are made once."""
+        """View the buffer of `rank` from element `start` of `dtype` on. Views are made once."""
         key = rank, shape, dtype, start
         if key not in self._views:
             self._views[key] = self._memory.get_buffer(rank, shape, dtype, start)
         return self._views[key]
 
     def barrier(self) -> None:
-        """Wait, on the current stream, until all ranks have done what they launched before their barrier."""
+        """Wait, on the current stream, until all ranks have done the work that they launched before their barrier."""
         self._memory.barrier(channel=0)
 
 
 class OnStream:
     """Launch on `stream` within the block, on `main` after it.
 
-    torch.cuda.stream does the same, but asks for the device each time: 9 us of the host, which a layer cannot spare.
+    torch.cuda.stream does the same, but looks up the device each time, which takes a layer too much host time.
     """
 
     __slots__ = ("stream", "main")
@@ -67,8 +67,8 @@ class OnStream:
         torch.cuda.set_stream(self.main)
 
 
-def see_each_other(axis: Axis, device: torch.device) -> bool:
-    """Tell whether the ranks are GPUs of one node that can read each other's memory. Collective over `axis`."""
+def can_access_peers(axis: Axis, device: torch.device) -> bool:
+    """Return whether the ranks are GPUs of one node that can read each other's memory. Collective over `axis`."""
     if axis.size == 1 or axis.group is None or device.type != "cuda":
         return False
     places = [tuple(place) for place in gather_json((socket.gethostname(), device.index), axis, device)]

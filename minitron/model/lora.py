@@ -1,28 +1,26 @@
 """LoRA: trained low-rank adapters beside frozen weights (Hu et al. 2021).
 
-Problem: to train all of a model takes 16 bytes a weight, of which 14 are gradient and optimizer. The idea: leave W as
-it is and learn a difference of low rank r, B A; B starts at zero, so training starts from the model itself.
+Problem: to train all weights takes 16 bytes each, 14 of them for gradient and optimizer. The idea: freeze W and learn a
+difference of low rank r, B A. B starts at zero, so training starts from the model itself.
 
     y = x W^T + alpha/r (dropout(x) A^T) B^T           x [m, k], W [n, k], A [r, k], B [n, r]
 
-W has no gradient, so of its three products the weight gradient goes, a third of the work, and with it the activation
-that it would have read. What A and B add is r wide: it costs passes over x, y and their gradients, not arithmetic.
+W needs no weight gradient, so a third of the work is saved, and the activation that this product reads. The products
+with A and B are r wide: they cost passes over x, y and their gradients, but little arithmetic.
 
-An adapter adds to a linear layer's product, in any number format, and is split over tp as the layer is. What travels is
-u = x A^T, r numbers a token, in the same way as x or y would: so a gathered x is never needed a second time.
+An adapter adds to a linear layer's product, in any number format, and is split over tp as the layer is. Ranks exchange
+u = x A^T, r numbers a token, by the layer's own f and g (comm/collectives.py), so x is not gathered a second time:
 
-    column-parallel   A whole, B by rows:     u of this rank's tokens -> gather -> u B^T    backward: reduce-scatter
-    row-parallel      A by columns, B whole:  partial sums of u -> reduce-scatter -> u B^T  backward: gather
-
-Without sequence parallelism the reduce-scatters are all-reduces, and there is nothing to gather.
+    column-parallel   A whole, B by rows:     u of this rank's tokens -> f -> u B^T    backward: g
+    row-parallel      A by columns, B whole:  partial sums of u -> g -> u B^T          backward: f
 
 A whole factor's gradient is summed over tp, like a norm's (optim/buckets.py). A fused weight has one adapter for all
-its outputs (`qkv`), or several for parts of them (`q`, `v`): these read x in one product, their A stacked, and each
-adds to its own rows of y.
+its outputs (`qkv`), or several for parts of them (`q`, `v`). These read x in one product, with their A stacked, and
+each adds to its own rows of y.
 
     blocks.0.attention.qkv.adapter.a [2 r, h], .b.q [n d, r], .b.v [g d, r]     for targets q and v
 
-Left out: adapters of the embedding and the head, dropping the bf16 copy of weights that FP8 products read.
+Left out: adapters of the embedding and the head, and freeing the bf16 copy of weights that FP8 products read.
 """
 
 from __future__ import annotations
@@ -34,7 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minitron.comm.collectives import Done, Handle, all_reduce_, gather_start, reduce_scatter_start
+from minitron.comm.collectives import gather_start
+from minitron.comm.handle import Handle
 from minitron.config.schema import Config
 from minitron.config.sizes import AdaptedRows, adapted
 from minitron.kernels.param import Param, Shard, named_params_of
@@ -51,9 +50,8 @@ from minitron.parallel.linear import (
     rows,
     unrows,
 )
-from minitron.parallel.overlap import Arriving, LinearComm
 
-FIRST_SITE = 3  # of dropout within a block: those before are the residual stream's
+FIRST_SITE = 3  # of dropout within a block; the residual stream has the sites before
 
 
 def attach(model: GPT, cfg: Config) -> None:
@@ -73,9 +71,9 @@ def attach(model: GPT, cfg: Config) -> None:
 
 
 class Adapter(nn.Module):
-    """Stands for a linear layer's product: x -> x W^T + bias + what its adapters add, communication included.
+    """Replaces a linear layer's product: x -> x W^T + bias + the adapters' updates, communication included.
 
-    a [targets * rank, k] and, by target, b [rows, rank]; `place` (layer, site) names its dropout.
+    a [targets * rank, k] and, by target, b [rows, rank]. place: (layer, site) of its dropout.
     """
 
     def __init__(
@@ -89,10 +87,10 @@ class Adapter(nn.Module):
             (len(spans) * rank, k), None if by_rows else Shard(1, axis, (k,)), std=(3 * k) ** -0.5
         )
         self.b = nn.ParameterDict()
-        for target, span in spans.items():  # one by one: from a dict it would take them in the order of the alphabet
+        for target, span in spans.items():  # one by one: ParameterDict sorts the keys of a dict
             self.b[target] = layout.parameter((span.size, rank), Shard(0, axis, span.chunks) if by_rows else None)
         split = axis.size if by_rows else 1
-        # (rows of y, columns of u) that a target's B stands between, on this rank
+        # of each target's B on this rank: (the rows of y that it adds to, the columns of u that it reads)
         self.places = [
             (slice(span.start // split, (span.start + span.size) // split), slice(i * rank, (i + 1) * rank))
             for i, span in enumerate(spans.values())
@@ -111,8 +109,13 @@ class Adapter(nn.Module):
         add, put_off = partial(self.gemm.add_gradient, factor, dy), self.linear.put_off
         if not put_off.holding:
             return add(x)
-        put_off.put(partial(Arriving, x.detach()), add)
+        put_off.put(partial(Handle, x.detach()), add)
         return None
+
+    def exchange(self, u: Tensor, *, forward: bool) -> Handle[Tensor]:
+        """Begin f of u [m, r] in a column-parallel layer, g in a row-parallel one; vice versa in the backward pass."""
+        comm = self.linear.comm
+        return gather_start(u, comm.gather_axis) if self.linear.by_columns == forward else comm.start_scatter(u)
 
     def drop(self, x: Tensor, keys: Tensor | None) -> Tensor:
         """Drop elements of x as the adapter reads it: the same in forward and backward. Its own adjoint."""
@@ -126,7 +129,7 @@ class Adapter(nn.Module):
 
 
 class _Adapted(torch.autograd.Function):
-    """Keeps x, unless it is recomputed, and u. The layer's own product runs while u, or its gradient, travels."""
+    """Keeps u, and x unless it is recomputed. The layer's own product runs beside the exchange of u or its gradient."""
 
     @staticmethod
     def forward(
@@ -139,12 +142,11 @@ class _Adapted(torch.autograd.Function):
         a: Param,
         *b: Param,
     ) -> Tensor:
-        u = adapter.scaled(rows(adapter.drop(x, keys)), a.t())
-        u, handle = (f_start if adapter.linear.by_columns else g_start)(u, adapter.linear.comm)
         linear = adapter.linear
+        exchange = adapter.exchange(adapter.scaled(rows(adapter.drop(x, keys)), a.t()), forward=True)
         payload = linear.gemm.quantize(rows(x), linear.input_axis, columns=False, record=training)
         y = (column_forward if linear.by_columns else row_forward)(linear, payload)
-        handle.wait()
+        u = exchange.wait()
         for (outputs, columns), factor in zip(adapter.places, b, strict=True):
             y[:, outputs].addmm_(u[:, columns], factor.t())
         ctx.save_for_backward(u, None if recompute_input is not None else x)
@@ -154,12 +156,11 @@ class _Adapted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         adapter, keys, (u, x) = ctx.adapter, ctx.keys, ctx.saved_tensors
-        batch, dy, factors = dy.shape[1:-1], rows(dy), list(adapter.b.values())
-        du = torch.empty_like(u)
+        linear, batch, dy, factors = adapter.linear, dy.shape[1:-1], rows(dy), list(adapter.b.values())
+        du, dx = torch.empty_like(u), None
         for (outputs, columns), factor in zip(adapter.places, factors):
             du[:, columns].addmm_(dy[:, outputs], factor, beta=0, alpha=adapter.scale)
-        du, handle = (g_start if adapter.linear.by_columns else f_start)(du, adapter.linear.comm)
-        dx, linear = None, adapter.linear
+        exchange = adapter.exchange(du, forward=False)
         if ctx.needs_input_grad[0]:
             payload = linear.gemm.quantize_grad(dy, linear.grad_axis, columns=False)
             dx, _ = (column_backward if linear.by_columns else row_backward)(linear, payload, None, need_dx=True)
@@ -167,7 +168,7 @@ class _Adapted(torch.autograd.Function):
             adapter.add_gradient(factor, dy[:, outputs], u[:, columns])
             for (outputs, columns), factor in zip(adapter.places, factors)
         ]
-        handle.wait()
+        du = exchange.wait()
         x = x if ctx.recompute_input is None else ctx.recompute_input()
         da = adapter.add_gradient(adapter.a, du, rows(adapter.drop(x, keys)))
         if dx is not None:
@@ -177,15 +178,3 @@ class _Adapted(torch.autograd.Function):
                 dx += rows(adapter.drop(unrows(du @ adapter.a, batch), keys))
             dx = unrows(dx, batch)
         return dx, None, None, None, None, da, *db
-
-
-def f_start(u: Tensor, comm: LinearComm) -> tuple[Tensor, Handle]:
-    """Begin f of u [m, r], what stands before a column-parallel product: (result, handle to wait for)."""
-    return gather_start(u, comm.axis) if comm.sequence_parallel else (u, Done())
-
-
-def g_start(u: Tensor, comm: LinearComm) -> tuple[Tensor, Handle]:
-    """Begin g of u [m, r], what stands behind a row-parallel product; u may become the result."""
-    if comm.sequence_parallel:
-        return reduce_scatter_start(u, comm.axis)
-    return u, all_reduce_(u, comm.axis, wait=False)

@@ -1,36 +1,31 @@
 """Gradients in flat buckets: reduced while the backward still runs, parameters gathered while the forward runs.
 
-Problem: a model has thousands of parameters. One collective, one norm and one update for each of them would cost
-more in launches than in work, and a reduction that starts after the backward leaves the network idle until then.
+Problem: a model has thousands of parameters. A collective, a norm and an update for each would be mostly launches, and
+a reduction after the backward would leave the network idle until then. The idea:
+  1. Parameters of one kind (dtype, weight decay, replicated over tp, tied) are laid out in a flat buffer. Their
+     gradients have a second buffer with the same layout. `param.data` and `param.slot.main_grad` are views.
+  2. A layer's backward adds its weight gradient to `main_grad` and calls `param.slot.ready()`: that is `Bucket.report`.
+  3. In the chunk's last backward `report` starts the bucket's reduce-scatter over dp_cp when all its gradients are
+     there (`Bucket.reduce`). Rank r keeps the sum of slice r.
+  4. The optimizer updates slice r of the parameters (ZeRO-1). `Bucket.start_gather` gathers the other slices.
+  5. Each unit of the model (embedding, block, head) waits for the buckets of its parameters, in a forward pre-hook
+     that `_wait_before_forward` registers. Code that reads parameters elsewhere calls `wait_parameters` first.
 
-The idea:
-  1. Parameters of one kind (dtype, weight decay, replicated over tp, tied) lie one after another in a flat buffer,
-     their gradients in a second one with the same layout. Both `param.data` and `param.slot.main_grad` are views.
-  2. Layers add weight gradients to `main_grad` themselves and call `param.slot.ready()`.
-  3. When in the chunk's last backward the whole bucket is ready, its reduce-scatter over dp_cp starts: rank r keeps
-     the sum of slice r.
-  4. The optimizer updates slice r of the parameters (ZeRO-1), and an all-gather brings the other slices back.
-     Every unit of the model waits, just before its next forward, for the buckets that hold its parameters.
-Buckets fill in reverse forward order, because that is the order in which a backward pass finishes them.
+Buckets fill in reverse forward order, in which a backward pass finishes them. Forward order a [9], b [6]; two ranks,
+alignment 4 (`.` is padding, always zero):
 
-    Forward order a [9], b [6]; two ranks, alignment 4 (`.` is padding, always zero):
+    b b b b b b . . a a a a | a a a a a . . . . . . .        reduce-scatter ->  rank 0 owns b and a[0:4]
+    rank 0's slice          | rank 1's slice                                   rank 1 owns a[4:9]
 
-        b b b b b b . . a a a a | a a a a a . . . . . . .        reduce-scatter ->  rank 0 owns b and a[0:4]
-        rank 0's slice          | rank 1's slice                                   rank 1 owns a[4:9]
+Every bucket is summed over dp_cp. The slice of a replicated parameter is also summed over tp if each tp rank has the
+gradient of its own tokens or heads only (`sum_over_tp`: a norm under sequence parallelism). A tied weight has a copy on
+the first and on the last pipeline stage, so its slice is summed over `embedding`.
 
-Who adds what over which axis: every bucket is summed over dp_cp. A replicated parameter that saw only this rank's
-tokens or heads (a norm under sequence parallelism) says so (`sum_over_tp`), and its slice is summed over tp too. A tied
-weight has a copy on the first and on the last pipeline stage, and its slice is summed over `embedding`. These two sums
-come after the reduce-scatter, when there is only a slice to send.
+Gradients are float32, or bf16 (optimizer.grad_dtype) in half of the memory and traffic. Each sum is made in float32 and
+rounded once when it is stored, to 2^-9 of its value at most; but process groups add in bf16.
 
-Gradients are float32, or bf16 (optimizer.grad_dtype): half of the memory and of the traffic, and every sum that is
-written to the buffer is rounded to 8 bits, 2^-9 of its value at most. Sums are made in float32 and rounded once each:
-a product with the microbatches before it, a slice with its copies on the GPUs of a node. Process groups add in bf16.
-
-Weights that are kept in FP8 (precision.fp8_params) have buckets of their own, of one byte each, which are gathered as
-they are; their first values go to the masters at once (optim/fp8_weights.py writes the bytes).
-
-Left out: ZeRO-2 and ZeRO-3. The gradient buffer is kept whole because microbatches accumulate into it.
+FP8 weights (precision.fp8_params) have buckets of one byte an element. Their first values become masters at once, and
+optim/fp8_weights.py writes the bytes. Left out: ZeRO-2 and ZeRO-3, since microbatches accumulate into whole gradients.
 """
 
 from __future__ import annotations
@@ -44,24 +39,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minitron.comm.collectives import Done, Handle, all_reduce_, gather_json
+from minitron.comm.collectives import all_reduce_, gather_json
+from minitron.comm.handle import Handle
 from minitron.comm.mesh import Axis, Mesh
 from minitron.config.sizes import bucket_limit
 from minitron.kernels.fp8_scales import KINDS
 from minitron.kernels.kernels import Kernels
 from minitron.kernels.param import GradSlot, Param, params_of
-from minitron.optim.slices import Arrival, ProcessGroupSlices, choose_slices
+from minitron.optim.slices import ProcessGroupSlices, choose_slices
 
-# Elements. Every parameter and every rank's slice starts on 256 bytes in bf16, on 128 in FP8, which GEMMs and NCCL's
-# wide loads want.
+# Elements. GEMMs and NCCL use wide loads: parameters and slices start on 256 bytes in bf16, on 128 in FP8.
 ALIGNMENT = 128
 
 
-# ---- where parameters lie: pure data --------------------------------------------------------------------------------
+# ---- the layout of buckets: pure data -------------------------------------------------------------------------------
 
 
 class BucketKey(NamedTuple):
-    """What the parameters of one bucket have in common; nothing in the step needs to ask a single parameter."""
+    """What the parameters of one bucket have in common, so that the step works on whole buckets."""
 
     dtype: torch.dtype
     decay: bool
@@ -77,7 +72,7 @@ def bucket_key(param: Param) -> BucketKey:
 
 
 class Span(NamedTuple):
-    """The place of one parameter: elements [start, start + numel) of the flat buffer."""
+    """One parameter's elements of the flat buffer: [start, start + numel)."""
 
     name: str
     start: int
@@ -107,8 +102,7 @@ def plan_buckets(
 ) -> list[BucketPlan]:
     """Lay (name, numel, key), given in forward order, into buckets, in the order in which a backward closes them.
 
-    The parameter that brings a bucket to `bucket_bytes` of gradients, of `itemsize` bytes each, closes it; a tied
-    weight has a bucket of its own.
+    A bucket closes when its gradients, `itemsize` bytes each, take `bucket_bytes`. A tied weight has a separate bucket.
     """
     plans: list[BucketPlan] = []
     filling: dict[BucketKey, list[Span]] = {}
@@ -138,12 +132,12 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 class Bucket:
-    """Flat parameters and gradients of one plan, this rank's slices of both, and the collectives in flight.
+    """Flat parameters and gradients of one plan, this rank's slices of both, and the collectives under way.
 
-    data [size] in the parameters' dtype (FP8 as bytes), grad [size] in grad_dtype; data_slice, grad_slice
-    [size / dp_cp] are views. A slice of `grad` is the sum over data ranks only between `Gradients.finish` and the next
-    step's first backward.
-    square: 0-d float64, the squared norm of grad_slice, if it is taken as soon as the slice is reduced (norm_stream).
+    data [size] in the parameters' dtype (FP8 as bytes), grad [size] in grad_dtype. data_slice and grad_slice
+    [size / dp_cp] are views. grad_slice is the sum over data ranks between `Gradients.finish` and the next step's first
+    backward. stream: on a GPU with overlap, runs what follows a collective beside the current stream. square: 0-d
+    float64, the squared norm of grad_slice, if the stream computes it as soon as the slice is reduced (early_norm).
     """
 
     def __init__(
@@ -154,9 +148,11 @@ class Bucket:
         overlap: bool,
         grad_dtype: torch.dtype,
         square_sum: Callable[[Tensor], Tensor],
+        stream: torch.cuda.Stream | None,
     ):
-        self.square_sum = square_sum
         self.plan, self.key, self.slices, self.overlap = plan, plan.key, slices, overlap
+        self.square_sum, self.stream = square_sum, stream
+        self.early_norm = stream is not None and not (plan.key.tied or plan.key.sum_over_tp)  # no sum is to come
         self.params = {span.name: params[span.name] for span in plan.spans}
         in_fp8 = plan.key.dtype == KINDS["weight"]
         self.data = slices.zeros(plan.size, torch.uint8 if in_fp8 else plan.key.dtype)  # no collective knows FP8
@@ -165,11 +161,12 @@ class Bucket:
         self.first = self._first_values() if in_fp8 else None
         self.pending: dict[str, int] | None = None  # name -> reports still to come; None before the last backward
         self.counting = False
-        self.reduction: Handle = Done()
-        self.gather: Handle = Done()
-        self.norm_stream: torch.cuda.Stream | None = None
-        self.arrived: Arrival | None = None  # its event, on gather_stream, is what a recorded forward waits for
-        self.gather_stream: torch.cuda.Stream | None = None
+        self.reduction: Handle[Tensor] = Handle(self.grad_slice)
+        self.gather: Handle[Tensor] = Handle(self.data)
+        self.gathered: torch.cuda.Event | None = None  # what a recorded forward waits for
+        if stream is not None and slices.axis.size > 1:
+            self.gathered = torch.cuda.Event(external=True)
+            self.gathered.record()  # else there is nothing to wait for, and a recording would leave it out
         self.square = torch.zeros((), dtype=torch.float64, device=self.grad.device)
         for span in plan.spans:
             self._adopt(span, self.params[span.name])
@@ -183,23 +180,23 @@ class Bucket:
         param.slot = GradSlot(self.grad[place].view(param.shape), partial(self.report, span.name))
 
     def _first_values(self) -> Tensor:
-        """Return the own slice of the first values, float32."""
+        """Return this rank's slice of the first values, float32."""
         axis = self.slices.axis
         values = torch.zeros_like(self.data_slice, dtype=torch.float32)
         for span, first, last in self.plan.owned(axis.rank, axis.size):
-            own = self.params[span.name].detach().view(-1)[first - span.start : last - span.start]
-            values.narrow(0, first - axis.rank * len(values), last - first).copy_(own)
+            part = self.params[span.name].detach().view(-1)[first - span.start : last - span.start]
+            values.narrow(0, first - axis.rank * len(values), last - first).copy_(part)
         return values
 
     def take_masters(self) -> Tensor:
-        """Return the masters of the own slice, float32: of float32 parameters the slice itself. To be called once."""
+        """Return the masters of this rank's slice, float32: the slice itself if it is float32. Call it once."""
         if self.first is None:
             return self.data_slice.float()
         masters, self.first = self.first, None
         return masters
 
     def begin_backward(self, first: bool, last: bool) -> None:
-        """Overwrite the last step's gradients in the first backward; count reports in the last, of both its halves."""
+        """Overwrite the last step's gradients in the first backward; count reports in both halves of the last."""
         if first:
             for param in self.params.values():
                 assert param.slot is not None
@@ -209,7 +206,7 @@ class Bucket:
             self.pending = {name: param.spec.uses for name, param in self.params.items()}
 
     def report(self, name: str) -> None:
-        """Note that one of the parameter's gradients of this backward pass is in its main_grad."""
+        """Count a gradient that is in its main_grad. The last one of the bucket starts the reduction."""
         if self.pending is None or not self.counting:
             return
         left = self.pending.pop(name, 0) - 1
@@ -221,28 +218,34 @@ class Bucket:
             self.reduce()
 
     def reduce(self) -> None:
-        """Start the reduce-scatter, in place, and what follows it."""
+        """Start the reduce-scatter, in place, and the squared norm of its result."""
         self.reduction = self.slices.reduce(self.grad)
-        if self.norm_stream is not None:
-            self.norm_stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.norm_stream):
+        if self.early_norm and self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
                 self.reduction.wait()
                 self.square.copy_(self.square_sum(self.grad_slice))
 
     def start_gather(self) -> None:
+        """Start the all-gather of the parameters."""
         self.gather = self.slices.gather(self.data)
-        if self.arrived is not None:
-            with torch.cuda.stream(self.gather_stream):
+        if self.gathered is not None:
+            with torch.cuda.stream(self.stream):
                 self.gather.wait()
-                self.arrived.event.record()
-            self.gather = self.arrived
+                self.gathered.record()
+            self.expect_gather()
+
+    def expect_gather(self) -> None:
+        """Let the next forward wait for the last gather, as the first one after it does."""
+        if self.gathered is not None:
+            self.gather = Handle(self.data, [self.gathered.wait])
 
     def wait_gather(self) -> None:
-        if not isinstance(self.gather, Done):
+        """Wait for the parameters, if a gather is under way."""
+        if not self.gather.done:
             self.slices.axis.activity.pause()
             self.gather.wait()
             self.slices.axis.activity.resume()
-            self.gather = Done()
 
 
 # ---- all buckets of this rank ---------------------------------------------------------------------------------------
@@ -259,7 +262,7 @@ class OwnedPart(NamedTuple):
     numel: int
 
     def of(self, slices: Sequence[Tensor]) -> Tensor:
-        """Return this part of a tensor that is kept as one flat slice per bucket; a view [numel]."""
+        """Return the view [numel] of this part in `slices`, one flat tensor per bucket."""
         return slices[self.bucket].narrow(0, self.start, self.numel)
 
 
@@ -267,9 +270,9 @@ class Gradients:
     """Owner of the flat buffers of all model chunks of this rank.
 
     A training step: begin_backward(chunk, first, last) before every backward; finish(); the optimizer writes each
-    bucket's data_slice and starts its gather; after_gathers(). Frozen parameters have no bucket, so neither gradient
-    nor optimizer state. Parameters bring a `spec` whose name is unique on this rank. Collectives run over mesh.dp_cp,
-    tp and embedding. dtype: of the gradients. bucket_bytes: see `plan_buckets`; None: by the number of data ranks.
+    bucket's data_slice and starts its gather; after_gathers(). Frozen parameters have no bucket, so they have neither
+    gradient nor optimizer state. The names of parameters are unique on this rank. Collectives run over mesh.dp_cp, tp
+    and embedding. dtype: of the gradients. bucket_bytes: see `plan_buckets`; None: by the number of data ranks.
     """
 
     def __init__(
@@ -297,38 +300,33 @@ class Gradients:
             plans.sort(key=lambda plan: position[plan.spans[-1].name])  # a plan's last span is needed first
             planned.append((named, plans))
         nbytes = sum(plan.size * (dtype.itemsize + plan.key.dtype.itemsize) for _, plans in planned for plan in plans)
+        self.stream = torch.cuda.Stream(mesh.device) if overlap and mesh.device.type == "cuda" else None
         self.slices = choose_slices(mesh.dp_cp, mesh.device, nbytes, overlap, kernels.ops.sum_parts)
         for chunk, (named, plans) in zip(chunks, planned):
-            buckets = [Bucket(plan, named, self.slices, overlap, dtype, kernels.ops.square_sum) for plan in plans]
+            buckets = [
+                Bucket(plan, named, self.slices, overlap, dtype, kernels.ops.square_sum, self.stream) for plan in plans
+            ]
             self.chunks.append(buckets)
             self.buckets += buckets
             if overlap and mesh.dp_cp.size > 1:
                 _wait_before_forward(chunk, buckets)
-        self.norm_stream = torch.cuda.Stream(mesh.device) if overlap and mesh.device.type == "cuda" else None
-        for bucket in self.buckets:
-            if not (bucket.key.tied or bucket.key.sum_over_tp):  # a sum is still to come
-                bucket.norm_stream = self.norm_stream
-            if self.norm_stream is not None and mesh.dp_cp.size > 1:
-                bucket.arrived, bucket.gather_stream = Arrival(torch.cuda.Event(external=True)), self.norm_stream
-                bucket.arrived.event.record()  # else there is nothing to wait for, and a recording would leave it out
 
     # ---- gradients
 
     def begin_backward(self, chunk: int, first: bool, last: bool) -> None:
-        """Prepare for a backward of this chunk, `first` or `last` of the step's (both, if there is one).
+        """Prepare for a backward of this chunk: the `first` or the `last` of the step, or both.
 
-        The first gradient of a parameter overwrites the last step's. To zero the buffers instead would write all of
-        them once more, and the first microbatch would read the zeros back. In the last backward `slot.ready()` counts:
-        a bucket is reduced as soon as it is complete. Where backwards are split, the last one is announced for each
-        half, and between the two earlier microbatches may add theirs.
+        The first gradient of a parameter overwrites the last step's, which saves zeroing the buffers and reading the
+        zeros back. Reports count in the last backward. If backwards are split, call this with `last` before each half;
+        between the halves, earlier microbatches may add gradients.
         """
         for bucket in self.chunks[chunk]:
             bucket.begin_backward(first, last)
 
     def finish(self) -> None:
-        """Complete all sums: afterwards every bucket's grad_slice is this rank's share of the step's gradient.
+        """Complete all sums, so that every bucket's grad_slice is this rank's slice of the step's gradient.
 
-        The first call with finite gradients also raises ValueError if a sum over tp would add equal copies.
+        The first call with finite gradients raises ValueError if a sum over tp would add equal copies.
         """
         self.mesh.activity.begin("update")
         for bucket in self.buckets:
@@ -339,14 +337,12 @@ class Gradients:
                 bucket.reduce()
         for bucket in self.buckets:
             bucket.reduction.wait()
-            bucket.reduction, bucket.pending = Done(), None
+            bucket.pending = None
         self.slices.reduced()
-        if self.norm_stream is not None:
-            torch.cuda.current_stream().wait_stream(self.norm_stream)
-        # A comparison reads its result on the host, which a recording cannot.
-        if not self.copies_compared and not (
-            self.mesh.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        ):
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
+        recording = self.mesh.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if not (self.copies_compared or recording):  # a comparison reads its result on the host
             self._refuse_equal_copies()
         _sum_all((b.grad_slice for b in self.buckets if b.key.sum_over_tp), self.mesh.tp)
         _sum_all((b.grad_slice for b in self.buckets if b.key.tied), self.mesh.embedding)
@@ -388,24 +384,23 @@ class Gradients:
             )
 
     def reset(self) -> None:
-        """Forget a pass that was begun, and let the next one wait for the gathers as if it were the first after them.
+        """Drop a pass that was begun, and let the next one wait for the gathers as the first one after them does.
 
-        A pass that is recorded must contain these waits, and one that was not recorded to its end has not waited.
+        A recorded pass must contain these waits, and a pass whose recording failed has not waited.
         """
         self.slices.reduced()
         for bucket in self.buckets:
-            bucket.reduction, bucket.pending = Done(), None
-            if bucket.arrived is not None:
-                bucket.gather = bucket.arrived
+            bucket.reduction, bucket.pending = Handle(bucket.grad_slice), None
+            bucket.expect_gather()
 
     def counts(self, bucket: Bucket) -> bool:
-        """Tell whether this rank holds the first copy over tp and stages, which norms and saves count."""
+        """Return whether this rank holds the first copy over tp and stages, which norms and saves count."""
         return (self.mesh.tp.rank == 0 or not bucket.key.replicated) and (self.mesh.pp.rank == 0 or not bucket.key.tied)
 
     def square_sum(self) -> Tensor:
         """Return this rank's part of the squared global norm, 0-d float64. The world's sum counts each element once."""
         squares = [
-            bucket.square_sum(bucket.grad_slice) if bucket.norm_stream is None else bucket.square
+            bucket.square if bucket.early_norm else bucket.square_sum(bucket.grad_slice)
             for bucket in filter(self.counts, self.buckets)
         ]
         return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.mesh.device)
@@ -413,19 +408,19 @@ class Gradients:
     # ---- parameters
 
     def after_gathers(self) -> None:
-        """Wait for the gathers, unless units do; call it when all have been started."""
+        """Wait for the gathers without overlap; with it, the model's units wait. Call it when all have started."""
         if not self.overlap:
             self.wait_parameters()
 
     def wait_parameters(self) -> None:
-        """Wait until every parameter is whole: before anything but a unit's forward reads them."""
+        """Wait for the gathers of all parameters. Call it before code other than a unit's forward reads them."""
         for bucket in self.buckets:
             bucket.wait_gather()
 
     # ---- names
 
     def owned(self) -> Iterator[OwnedPart]:
-        """List what this rank's slices hold, by parameter; the parts of all dp_cp ranks cover every element once."""
+        """Yield the contents of this rank's slices by parameter. All dp_cp ranks together cover each element once."""
         axis = self.mesh.dp_cp
         for index, bucket in enumerate(self.buckets):
             base = axis.rank * bucket.grad_slice.numel()
@@ -446,7 +441,7 @@ def _sum_all(tensors: Iterable[Tensor], axis: Axis) -> None:
 
 
 def _wait_before_forward(chunk: nn.Module, buckets: list[Bucket]) -> None:
-    """Make each unit, when called (`unit(...)` runs hooks), first wait for the buckets of its parameters."""
+    """Let each unit wait for the buckets of its parameters before its forward; only `unit(...)` runs the hooks."""
     for unit in cast(Any, chunk).units():  # a GPT has them
         names = {param.spec.name for param in params_of(unit)}
         needed = [bucket for bucket in buckets if names & bucket.params.keys()]

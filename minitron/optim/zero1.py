@@ -1,34 +1,34 @@
-"""ZeRO-1: AdamW with float32 masters and moments, of which every data-parallel rank keeps one slice.
+"""ZeRO-1: AdamW with float32 masters and moments, sharded over the data-parallel ranks.
 
-Problem: Adam needs 12 bytes of state per parameter (master, two moments); on every one of P data ranks the same 12
-bytes would be kept and the same update computed P times. The idea (Rajbhandari et al. 2020, stage 1): the
-reduce-scatter has left each rank with the summed gradient of its own slice, so let it keep the state of that slice
-only, update it, and gather.
+Problem: Adam needs 12 bytes of state per parameter (master, two moments). All P data ranks would keep the same bytes
+and compute the same update. The idea (Rajbhandari et al. 2020, stage 1): after the reduce-scatter each rank has the
+summed gradient of one slice. So it keeps the state of that slice only, updates it, and gathers the other slices.
 
-One step, with no value read by the host:
+One step, in which the host reads no value:
   1. totals = sum over the world of [loss sum, token count, squared gradient norm]: one all-reduce of three numbers.
   2. gradient of the mean loss = sum / (count * backward_scale); its norm, and from that the clipping factor.
   3. Both divisions become one device scalar that the fused AdamW kernel applies as it reads the gradient.
-  4. A norm that is not finite sets `found_inf`: then masters, moments and the step count stay as they are.
-  5. Parameters of a smaller dtype are rewritten from the masters; all-gathers bring the other ranks' slices. Those that
-     are kept in FP8 are cast in between (fp8_weights.py).
+  4. If the norm is not finite, it sets `found_inf`, and masters, moments and the step count stay as they are.
+  5. AdamW writes the new masters and, from them, parameters of a smaller dtype. `Fp8Weights.write` casts FP8 weights
+     and starts the all-gather of each bucket, in all formats. The next forward waits for the gathers (buckets.py).
 
     Two ranks, 24 elements:   rank 0  grad[0:12]  -> master, exp_avg, exp_avg_sq [12] -> data[0:12]  \\  all-gather:
                               rank 1  grad[12:24] -> its own three [12]               -> data[12:24] /  both have [0:24]
 
-In float32 the master is the parameter slice itself. The update works on whole buckets, never on single parameters. On
-CUDA the update and the cast are one kernel. Left out: a choice of optimizers.
+In float32 the master is the parameter slice itself. The update works on whole buckets. On CUDA the update and the cast
+are one kernel. Left out: a choice of optimizers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from minitron.comm.collectives import Done, all_reduce_
+from minitron.comm.collectives import all_reduce_
+from minitron.comm.handle import Handle
 from minitron.config.schema import OptimizerConfig
 from minitron.kernels.kernels import Kernels
 from minitron.kernels.plain import AdamHyper, AdamState
@@ -43,8 +43,8 @@ CLIP_EPS = 1e-6
 class Stats:
     """A step's figures, equal on every rank: one float64 device tensor, so that a log can copy it without waiting.
 
-    loss: mean over the counted tokens; grad_norm: global, of the mean loss, before clipping; skipped: 1 if the
-    gradients were not finite, or the step was to be skipped, and nothing was updated; nan: 1 if the loss is not finite.
+    loss: mean over the counted tokens. grad_norm: global, of the mean loss, before clipping. skipped: 1 if nothing was
+    updated, because gradients were not finite or the caller skipped the step. nan: 1 if the loss is not finite.
     """
 
     values: Tensor  # [4]
@@ -53,7 +53,7 @@ class Stats:
 
     @property
     def skipped(self) -> Tensor:
-        """0-d, 0 or 1; what `LossScaler.update` wants."""
+        """0-d, 0 or 1: the argument of `LossScaler.update`."""
         return self.values[2]
 
     def read(self) -> dict[str, float]:
@@ -61,20 +61,13 @@ class Stats:
         return dict(zip(self.FIELDS, self.values.tolist(), strict=True))
 
 
-class Waitable(Protocol):
-    """Something that the current stream, or the host, can wait for."""
-
-    def wait(self) -> None: ...
-
-
 class Zero1Optimizer:
-    """AdamW over this rank's slices of the buckets. Make it after the parameters have got their first values.
+    """AdamW over this rank's slices of the buckets. Make it after the parameters have their first values.
 
-    Making it is collective over dp_cp where weights are kept in FP8, which then get their first bytes.
+    With FP8 weights the constructor writes their first bytes and is collective over dp_cp.
 
-    masters, exp_avg, exp_avg_sq: one float32 tensor [size / dp_cp] per bucket, the same as long as it lives. steps: 0-d
-    float32, updates so far. snapshot_done: the end of a state copy in progress on another stream. The update waits for
-    it.
+    masters, exp_avg, exp_avg_sq: one float32 tensor [size / dp_cp] per bucket, never replaced. steps: 0-d float32,
+    updates so far. snapshot_done: handle of a state copy in progress. The update waits for it.
     """
 
     def __init__(self, gradients: Gradients, cfg: OptimizerConfig, kernels: Kernels):
@@ -84,7 +77,7 @@ class Zero1Optimizer:
         self.exp_avg = [torch.zeros_like(master) for master in self.masters]
         self.exp_avg_sq = [torch.zeros_like(master) for master in self.masters]
         self.steps = torch.zeros((), dtype=torch.float32, device=gradients.mesh.device)
-        self.snapshot_done: Waitable = Done()
+        self.snapshot_done: Handle[Any] = Handle()
         self.adamw_ = kernels.adamw_
         self.fp8_weights = Fp8Weights(gradients, self.masters, kernels.ops.cast_master)
         self.states = [
@@ -107,10 +100,10 @@ class Zero1Optimizer:
     ) -> Stats:
         """Divide, clip, update, gather: call it after `gradients.finish()`. Collective over the world.
 
-        loss_sum, count: 0-d device tensors, this rank's contributions to the sum of token losses and to the number of
-        tokens; zeros on ranks that are not to contribute. backward_scale: what the loss sum was multiplied with
-        before its backward (the fp16 loss scale), a number or a 0-d tensor. skip: update nothing.
-        Gradients are invalid after this call.
+        loss_sum, count: 0-d device tensors, this rank's terms of the sum of token losses and of the number of tokens,
+        or zeros. backward_scale: the factor of the loss sum before its backward (the fp16 loss scale), a number or a
+        0-d tensor. skip: update nothing. Gradients are invalid after this call. Parameters are complete when their
+        gathers end: a unit's forward waits for them, other code calls `gradients.wait_parameters()`.
         """
         totals = torch.stack([loss_sum.double(), count.double(), self.gradients.square_sum()])
         all_reduce_(totals, self.gradients.mesh.world)
@@ -127,7 +120,7 @@ class Zero1Optimizer:
         return Stats(torch.stack([loss, norm, skipped.double(), loss.isfinite().logical_not().double()]))
 
     def _update(self, lr: float, divisor: Tensor, found_inf: Tensor) -> None:
-        """Update all slices with gradient / divisor, unless found_inf is 1; one travels while the next is made."""
+        """Update all slices with gradient / divisor, unless found_inf is 1. A gather runs beside the next update."""
         self.steps += 1 - found_inf
         self.snapshot_done.wait()
         self.fp8_weights.begin()
@@ -143,7 +136,7 @@ class Zero1Optimizer:
 
     @torch.no_grad()
     def write_parameters(self) -> None:
-        """Make all parameters of the masters, and wait until they are there. Collective over dp_cp."""
+        """Write all parameters from the masters, and wait for their gathers. Collective over dp_cp."""
         self.fp8_weights.begin()
         for i, state in enumerate(self.states):
             state.param.copy_(state.master)

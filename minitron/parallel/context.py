@@ -16,7 +16,7 @@ with compute, and the documents of a ring step in one call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitron.comm.collectives import Handle, all_to_all, exchange, gather_start, reduce_scatter_start
+from minitron.comm.collectives import all_to_all, exchange, gather_start, reduce_scatter_start
+from minitron.comm.handle import Handle
 from minitron.comm.mesh import Axis
 from minitron.config.sizes import ROUNDED_ONCE
 from minitron.kernels import plain
@@ -217,7 +218,7 @@ class TiledAttention(torch.autograd.Function):
                 saved = attend.merge(tiles, q, keys, values, out, lse)
             kernel_saved.append(saved)
             if step + 1 < axis.size:
-                keys, values = arriving()
+                keys, values = arriving.wait()
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.axis, ctx.attend, ctx.steps, ctx.kernel_saved = axis, attend, steps, kernel_saved
@@ -228,7 +229,7 @@ class TiledAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         axis, dout = ctx.axis, dout.contiguous()
         keys, values = k, v
-        arriving_sums: Callable[[], list[Tensor]] = list  # nothing before the first step
+        arriving_sums: Handle[list[Tensor]] = Handle()  # nothing before the first step
         for step, (tiles, saved) in enumerate(zip(ctx.steps, ctx.kernel_saved)):
             if step + 1 < axis.size:
                 arriving = _pass_on([keys, values], axis)
@@ -239,30 +240,23 @@ class TiledAttention(torch.autograd.Function):
                     for parts, side, like in zip(zip(*grads), ("queries", "keys", "keys"), (q, k, v))
                 )
             else:
-                sums = arriving_sums()  # gradients of these keys from earlier ranks, sent while the kernels ran
+                sums = arriving_sums.wait()  # gradients of these keys from earlier ranks, sent while the kernels ran
                 _add(tiles, grads, dq, *sums)
             if axis.size > 1:
                 arriving_sums = _pass_on(sums, axis)
             if step + 1 < axis.size:
-                keys, values = arriving()
+                keys, values = arriving.wait()
         if axis.size > 1:
-            sums = arriving_sums()  # after the last step they return to the rank of the keys
+            sums = arriving_sums.wait()  # after the last step they return to the rank of the keys
         dk, dv = sums
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 
-def _pass_on(tensors: list[Tensor], axis: Axis) -> Callable[[], list[Tensor]]:
-    """Start to send to the next rank and to receive from the previous one. The result waits and returns what came."""
+def _pass_on(tensors: list[Tensor], axis: Axis) -> Handle[list[Tensor]]:
+    """Start to send to the next rank and to receive from the previous one."""
     before, after = (axis.rank - 1) % axis.size, (axis.rank + 1) % axis.size
     tensors = [x.contiguous() for x in tensors]
-    arrivals = [torch.empty_like(x) for x in tensors]
-    messages = exchange(axis, [(after, x) for x in tensors], [(before, x) for x in arrivals])
-
-    def arrived() -> list[Tensor]:
-        messages.wait()
-        return arrivals
-
-    return arrived
+    return exchange(axis, [(after, x) for x in tensors], [(before, torch.empty_like(x)) for x in tensors])
 
 
 # ---- all-gather -----------------------------------------------------------------------------------------------------
@@ -278,11 +272,11 @@ class GatheredAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, attend: TileAttention, cu_seqlens: CuSeqlens | None
     ) -> Tensor:
-        gathers, seq_len = [gather_start(x, axis) for x in (k, v)], q.shape[0] * axis.size
+        gathers, seq_len = [_begin_gather(x, axis) for x in (k, v)], q.shape[0] * axis.size
         own = ring_tiles(seq_len, axis.size, axis.rank, axis.rank, cu_seqlens)
         others = gathered_tiles(seq_len, axis.size, axis.rank, cu_seqlens)
         out, lse, saved_own = attend.first(own, q, k, v, _MANY)
-        keys, values = (_finish_gather(x, handle, axis) for x, handle in gathers)
+        keys, values = (gather.wait() for gather in gathers)
         saved_others = attend.merge(others, q, keys, values, out, lse)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -295,27 +289,28 @@ class GatheredAttention(torch.autograd.Function):
         axis, dout = ctx.axis, dout.contiguous()
         own, others = ctx.tiles
         saved_own, saved_others = ctx.kernel_saved
-        gathers = [gather_start(x, axis) for x in (k, v)]
-        keys, values = (_finish_gather(x, handle, axis) for x, handle in gathers)
+        gathers = [_begin_gather(x, axis) for x in (k, v)]
+        keys, values = (gather.wait() for gather in gathers)
         dq, *sums = (torch.zeros_like(x, dtype=_dtype_of_sum(x, _MANY)) for x in (q, keys, values))
         _add(others, ctx.attend.backward(others, saved_others, dout, q, keys, values, out, lse), dq, *sums)
         scatters = [reduce_scatter_start(_to_rank_order(x, axis), axis) for x in sums]
         grads = list(ctx.attend.backward(own, saved_own, dout, q, k, v, out, lse))
-        for _, handle in scatters:
-            handle.wait()
-        dk, dv = (x for x, _ in scatters)
+        dk, dv = (scatter.wait() for scatter in scatters)
         _add(own, grads, dq, dk, dv)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 
-def _finish_gather(gathered: Tensor, handle: Handle, axis: Axis) -> Tensor:
-    """Sort gathered chunks from the ranks' order 0, 2 cp - 1, 1, 2 cp - 2, ... to 0, 1, 2, ..."""
-    handle.wait()
-    chunks = gathered.chunk(2 * axis.size)
-    return torch.cat(chunks[0::2] + chunks[::-2])
+def _begin_gather(x: Tensor, axis: Axis) -> Handle[Tensor]:
+    """Begin to gather chunks and to put them in order: 0, 2 cp - 1, 1, 2 cp - 2, ... on the ranks -> 0, 1, 2, ..."""
+
+    def in_order(gathered: Tensor) -> Tensor:
+        chunks = gathered.chunk(2 * axis.size)
+        return torch.cat(chunks[0::2] + chunks[::-2])
+
+    return gather_start(x, axis).then(in_order)
 
 
 def _to_rank_order(x: Tensor, axis: Axis) -> Tensor:
-    """Undo the order of `_finish_gather`."""
+    """Undo the order of `_begin_gather`."""
     chunks = x.chunk(2 * axis.size)
     return torch.cat([chunk for pair in zip(chunks[: axis.size], reversed(chunks)) for chunk in pair])

@@ -11,7 +11,7 @@ from minitron.config.schema import Config
 from minitron.kernels.gemm import DTYPES, Gemm
 from minitron.kernels.kernels import PLAIN, Kernels
 from minitron.kernels.param import Param, ParamSpec, Shard, new_parameter
-from minitron.parallel.overlap import AllReduceComm, LinearComm, choose
+from minitron.parallel.overlap import ProcessGroupComm, choose
 from minitron.pipeline.deferred import Deferred
 
 
@@ -22,7 +22,7 @@ class Layout:
     put_off: the queue of weight gradients, if the schedule splits the backward.
     """
 
-    comm: LinearComm = field(default_factory=lambda: AllReduceComm(Axis.single()))
+    comm: ProcessGroupComm = field(default_factory=lambda: ProcessGroupComm(Axis.single()))
     kernels: Kernels = PLAIN
     dtype: torch.dtype = torch.float32
     device: torch.device = torch.device("cpu")

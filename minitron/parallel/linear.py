@@ -1,29 +1,25 @@
 """Linear layers split over the `tp` axis: a matrix product, and the communication before or after it.
 
-Problem: a layer's weights, and the activations between layers, do not fit, or are too slow, on one GPU. The idea
-(Shoeybi et al. 2019): pair a layer split by output columns with one split by input rows. Between them every rank works
-on its own columns, and only the second layer's partial sums must be added up.
+Problem: one GPU is too small, or too slow, for a layer's weights and activations. The idea (Shoeybi et al. 2019): pair
+a layer split by output columns with one split by input rows. Between them every rank works on its own columns. Only the
+second layer's partial sums must be added up, by g, and only the first one's input gradients, by the adjoint of f:
 
-    x [s, b, h] --ColumnParallel--> [s, b, f/tp] --activation--> [s, b, f/tp] --RowParallel--> sum over tp [s, b, h]
+    x [s, b, h] -f-> ColumnParallel -> [s, b, f/tp] -> activation -> [s, b, f/tp] -> RowParallel -g-> [s, b, h]
 
-Sequence parallelism (Korthikanti et al. 2022) splits that sum: each rank keeps s/tp of the sequence (reduce-scatter),
-does norms, dropout and residuals on it, and the next column-parallel layer gathers the sequence again. Same traffic as
-one all-reduce, 1/tp of the activations. Every layer is then
+comm/collectives.py explains f and g. Under sequence parallelism (Korthikanti et al. 2022) f gathers the sequence and g
+reduces and scatters it, so norms, dropout and residuals work on s/tp of it. The layers run
 
                     column-parallel                          row-parallel
     forward         quantize x, f, y = x W^T + bias          quantize x, y = x W^T, g
-    backward        quantize dy, dx = dy W, g,               quantize dy, f, dx = dy W,
-                    meanwhile gather x again,                dW += dy^T x
-                    dW += dy^T x
+    backward        quantize dy, dx = dy W, g;               quantize dy, f, dx = dy W,
+                    meanwhile f of x again, dW += dy^T x     dW += dy^T x
     split           quantize dy, dx = dy W, g                quantize dy, f, dx = dy W
-    ... later       gather x again, dW += dy^T x             gather dy again, dW += dy^T x
+    ... later       f of x again, dW += dy^T x               f of dy again, dW += dy^T x
 
-where f gathers the sequence and g reduces and scatters it (without sequence parallelism f does nothing and g is an
-all-reduce). Two objects do the work: a `Gemm` (kernels/gemm.py) has the products of a number format, and a `LinearComm`
-(parallel/overlap.py) runs a product together with f or g, in one piece or in several. What is gathered is the quantized
-payload, so FP8 also halves the traffic. Four functions, `column_forward` to `row_backward`, are the table's cells; the
-autograd functions of a layer, of the MLP (mlp.py) and of adapters (model/lora.py) call them. A split backward queues
-its weight gradients (pipeline/deferred.py).
+A `Gemm` (kernels/gemm.py) has the products of a number format. A `ProcessGroupComm` (overlap.py) runs a product with f
+or g, in one piece or in several. Ranks exchange the quantized matrix, so FP8 also halves the traffic. The functions
+`column_forward` to `row_backward` are the table's cells. The autograd functions of a layer, of the MLP (mlp.py) and of
+adapters (model/lora.py) call them. A split backward queues its weight gradients (pipeline/deferred.py).
 """
 
 from __future__ import annotations
@@ -40,7 +36,7 @@ from minitron.kernels.gemm import ALONE, Gemm, Payload, Quantized
 from minitron.kernels.param import Param, Shard, accumulate
 from minitron.kernels.plain import sum_rows
 from minitron.parallel.layout import Layout
-from minitron.parallel.overlap import LinearComm
+from minitron.parallel.overlap import ProcessGroupComm
 from minitron.pipeline.deferred import Deferred
 
 RecomputeInput = Callable[[], Tensor | Quantized]
@@ -56,19 +52,19 @@ class Linear(NamedTuple):
     weight: Param
     bias: Param | None
     gemm: Gemm
-    comm: LinearComm
+    comm: ProcessGroupComm
     put_off: Deferred
     by_columns: bool
 
     @property
     def input_axis(self) -> Axis:
-        """The ranks whose inputs are gathered, so that they must agree on a scale."""
-        return self.comm.gathered if self.by_columns else ALONE
+        """The ranks whose inputs are gathered. They must agree on a scale."""
+        return self.comm.gather_axis if self.by_columns else ALONE
 
     @property
     def grad_axis(self) -> Axis:
         """The ranks whose output gradients are gathered."""
-        return ALONE if self.by_columns else self.comm.gathered
+        return ALONE if self.by_columns else self.comm.gather_axis
 
 
 # ---- the four passes, which autograd functions call -----------------------------------------------------------------
@@ -95,23 +91,23 @@ def column_backward(
     """Return (dx, dW).
 
     x: the layer's input; None if the weight is frozen. dW is None if it was added to main_grad, if the schedule
-    computes it later, and if the weight is frozen.
+    computes it later, or if the weight is frozen.
     """
     weight, gemm, comm, dw = linear.weight, linear.gemm, linear.comm, None
     if x is not None and linear.put_off.holding:
         add = partial(gemm.weight_grad, weight, dy.for_weight_grad())
         linear.put_off.put(partial(comm.start_gather, x.for_weight_grad().detached()), add)
         x, dy = None, dy.for_product()
-    gathering = None if x is None else comm.start_gather(x.for_weight_grad())
-    scattering = None
+    gather = None if x is None else comm.start_gather(x.for_weight_grad())
+    scatter = None
     if need_dx:
         gemm.prepare(weight)
-        if gathering is None:
+        if gather is None:
             return comm.matmul_scatter(dy, gemm.input_grad, weight, weight.shape[1]), None
-        scattering = comm.start_matmul_scatter(dy, gemm.input_grad, weight, weight.shape[1])
-    if gathering is not None:
-        dw = gemm.weight_grad(weight, dy, gathering.wait())
-    return None if scattering is None else scattering.wait(), dw
+        scatter = comm.start_matmul_scatter(dy, gemm.input_grad, weight, weight.shape[1])
+    if gather is not None:
+        dw = gemm.weight_grad(weight, dy, gather.wait())
+    return None if scatter is None else scatter.wait(), dw
 
 
 def row_backward(linear: Linear, dy: Payload, x: Payload | None, need_dx: bool) -> tuple[Tensor | None, Tensor | None]:
@@ -132,9 +128,9 @@ def row_backward(linear: Linear, dy: Payload, x: Payload | None, need_dx: bool) 
 
 
 def apply_linear(x: Tensor | Quantized, linear: Linear, recompute_input: RecomputeInput | None = None) -> Tensor:
-    """Multiply, communication included: [s', b, k] -> [s'', b, n]; s' and s'' as the two layers below have them.
+    """Multiply, communication included: [s', b, k] -> [s'', b, n]; s' and s'' as in the two layers below.
 
-    recompute_input: makes x anew in the backward pass, so that x is not kept (selective recomputation).
+    recompute_input: recomputes x in the backward pass, so that x is not kept (selective recomputation).
     """
     training = torch.is_grad_enabled()
     return _Linear.apply(*parts_of(x), linear.weight, linear.bias, linear, recompute_input, training)
@@ -164,26 +160,26 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         linear, dy = ctx.linear, rows(dy)
         need_dx, _, need_dw, need_db = ctx.needs_input_grad[:4]
-        x = saved_or_recomputed(ctx, ctx.saved_tensors, linear) if need_dw else None
+        x = saved_or_recomputed(ctx.saved_tensors, ctx.recompute_input, linear) if need_dw else None
         db = accumulate(linear.bias, sum_rows(dy)) if need_db else None
         if not (need_dx or need_dw):
             return None, None, None, db, None, None, None
         payload = linear.gemm.quantize_grad(dy, linear.grad_axis, columns=need_dw)
-        del dy  # a copy if the gradient was not contiguous
+        del dy  # rows() has copied it if it was not contiguous
         dx, dw = (column_backward if linear.by_columns else row_backward)(linear, payload, x, need_dx)
         return None if dx is None else unrows(dx, ctx.batch), None, dw, db, None, None, None
 
 
-def saved_or_recomputed(ctx: Any, saved: Sequence[Tensor], linear: Linear) -> Payload:
-    """Return the layer's input as the weight gradient reads it: `saved` by the forward pass, or made anew."""
-    if saved:
+def saved_or_recomputed(saved: Sequence[Tensor], recompute_input: RecomputeInput | None, linear: Linear) -> Payload:
+    """Return the layer's input as the weight gradient reads it: saved by the forward pass, or recomputed."""
+    if recompute_input is None:
         return Payload(*saved)
-    x, payload = parts_of(ctx.recompute_input())
+    x, payload = parts_of(recompute_input())
     return linear.gemm.quantize(rows(x), linear.input_axis, columns=True, record=True) if payload is None else payload
 
 
 def parts_of(x: Tensor | Quantized) -> tuple[Tensor, Payload | None]:
-    """Return (input, its cast). The input has no values if only its cast exists; the cast is None if it is not made."""
+    """Return (input, its cast or None). The input has no values if only its cast exists."""
     return x if isinstance(x, Quantized) else (x, None)
 
 
@@ -201,7 +197,7 @@ def unrows(x: Tensor, batch: Sequence[int]) -> Tensor:
 
 
 class ParallelLinear(nn.Module):
-    """What column- and row-parallel layers share. adapter: takes the product's place; model/lora.py sets it."""
+    """What column- and row-parallel layers share. adapter: replaces the product; model/lora.py sets it."""
 
     def __init__(self, weight: Param, bias: Param | None, gemm: Gemm, layout: Layout, *, by_columns: bool):
         super().__init__()
@@ -213,22 +209,22 @@ class ParallelLinear(nn.Module):
     def forward(
         self, x: Tensor | Quantized, recompute_input: RecomputeInput | None = None, keys: Tensor | None = None
     ) -> Tensor:
-        """Multiply. recompute_input: as in `apply_linear`. keys: dropout's, of the rows of x, for an adapter."""
+        """Multiply. recompute_input: as in `apply_linear`. keys: dropout counters of the rows of x, for an adapter."""
         if self.adapter is not None:
             return self.adapter(x, recompute_input, keys)
         return apply_linear(x, self.linear, recompute_input)
 
     @property
     def format(self) -> Gemm | None:
-        """The format in which the layer reads x; None if it reads x as it is, since an adapter does."""
+        """The number format in which the layer reads x; None with an adapter, which reads x in full precision."""
         return self.linear.gemm if self.adapter is None else None
 
 
 class ColumnParallelLinear(ParallelLinear):
     """y = x W^T + bias, split by output features: x [s/tp, b, h] -> [s, b, out/tp].
 
-    Without sequence parallelism x is [s, b, h]. chunks: sizes of the outputs that are fused in one weight, each split
-    over tp by itself.
+    Without sequence parallelism x is [s, b, h]. chunks: sizes of the outputs that are fused in one weight. Each is
+    split over tp separately.
     """
 
     def __init__(

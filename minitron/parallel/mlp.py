@@ -1,15 +1,15 @@
 """The MLP of both families, down(activation(up(x))), as one operation.
 
-Problem: between its two linear layers an FP8 MLP casts the activation, and in the backward pass the gradient of the
-activation's input: the largest tensors of the model. If each is an operation of its own, the activation writes bf16
-that the cast reads back, and where `up` has a bias, its gradient is a sum that reads the same once more. The idea: one
-autograd function, in which one kernel computes, casts and sums (`Gemm.quantize_activation`, `_grad`):
+Problem: an FP8 MLP casts the activation between its two linear layers, and in the backward pass the gradient of the
+activation's input. These are the largest tensors of the model. As separate operations, the activation would write bf16
+that the cast reads back, and the gradient of `up`'s bias would be a sum that reads the same once more.
+The idea: one autograd function, in which one kernel computes, casts and sums (`Gemm.quantize_activation`, `_grad`):
 
     forward    x cast -> up -> inner -> activation, cast -> down -> y
     backward   dy cast -> down -> d activation -> gradient of inner, cast and summed for the bias, -> up -> dx
 
-In other formats it computes what linear, activation, linear compute. For the backward pass it keeps the casts of x and
-of the activation, and inner; with `recompute_input` (selective recomputation), or with frozen weights, inner alone.
+It keeps inner and the casts of x and of the activation for the backward pass. With `recompute_input` (selective
+recomputation) or frozen weights it keeps inner alone. In other formats it computes the same without casts.
 
 An adapter (model/lora.py) reads x or the activation in full precision, so a layer with one runs as linear, `activate`,
 linear.
@@ -37,6 +37,8 @@ from minitron.parallel.linear import (
     unrows,
 )
 
+NOTHING = Payload(ABSENT)
+
 
 class _MLP(torch.autograd.Function):
     @staticmethod
@@ -54,42 +56,33 @@ class _MLP(torch.autograd.Function):
         training: bool,
     ) -> Tensor:
         keep, (_, _, need_up, _, need_down, *_) = training and recompute_input is None, ctx.needs_input_grad
+        keep_x, keep_act = keep and need_up, keep and need_down  # else recomputed, or not needed
         if cast is None:
-            cast = up.gemm.quantize(rows(x), up.input_axis, columns=keep and need_up, record=training)
+            cast = up.gemm.quantize(rows(x), up.input_axis, columns=keep_x, record=training)
         inner = column_forward(up, cast)
-        act = down.gemm.quantize_activation(inner, activation, columns=keep and need_down, record=training)
-        ctx.up, ctx.down, ctx.activation = up, down, activation
-        ctx.recompute_input, ctx.batch = recompute_input, x.shape[1:-1]
-        saved = (
-            [
-                payload.for_weight_grad() if needed else Payload(ABSENT)
-                for payload, needed in ((cast, need_up), (act, need_down))
-            ]
-            if keep
-            else []
-        )
-        ctx.save_for_backward(inner, *(x for payload in saved for x in payload))
+        act = down.gemm.quantize_activation(inner, activation, columns=keep_act, record=training)
+        ctx.layers, ctx.recompute_input, ctx.batch = (up, down, activation), recompute_input, x.shape[1:-1]
+        saved_x = cast.for_weight_grad() if keep_x else NOTHING
+        ctx.save_for_backward(inner, *saved_x, *(act.for_weight_grad() if keep_act else NOTHING))
         return unrows(row_forward(down, act), ctx.batch)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        up, down, activation, (inner, *saved) = ctx.up, ctx.down, ctx.activation, ctx.saved_tensors
+        (up, down, activation), (inner, *saved) = ctx.layers, ctx.saved_tensors
         need_dx, _, need_up, need_bias, need_down = ctx.needs_input_grad[:5]
-        act = cast = None
-        if need_down:
-            act = (
-                Payload(*saved[4:])
-                if saved
-                else down.gemm.quantize_activation(inner, activation, columns=True, record=True)
-            )
+        x = act = None
+        if need_down and ctx.recompute_input is None:
+            act = Payload(*saved[4:])
+        elif need_down:
+            act = down.gemm.quantize_activation(inner, activation, columns=True, record=True)
         payload = down.gemm.quantize_grad(rows(dy), down.grad_axis, columns=need_down)
         d_act, dw_down = row_backward(down, payload, act, need_dx=True)
         d_inner, sums = up.gemm.quantize_activation_grad(d_act, inner, activation, columns=need_up, sums=need_bias)
         del d_act
         db = None if sums is None else accumulate(up.bias, sums)
         if need_up:
-            cast = saved_or_recomputed(ctx, saved[:4], up)
-        dx, dw_up = column_backward(up, d_inner, cast, need_dx)
+            x = saved_or_recomputed(saved[:4], ctx.recompute_input, up)
+        dx, dw_up = column_backward(up, d_inner, x, need_dx)
         dx = None if dx is None else unrows(dx, ctx.batch)
         return dx, None, dw_up, db, dw_down, None, None, None, None, None
 
@@ -97,10 +90,10 @@ class _MLP(torch.autograd.Function):
 def mlp(
     x: Tensor | Quantized, up: Linear, down: Linear, activation: Activation, recompute_input: RecomputeInput | None
 ) -> Tensor:
-    """Run an MLP: x [s', b, h] -> the same, s' being s/tp or, without sequence parallelism, s.
+    """Run an MLP: x [s/tp, b, h] -> the same shape; [s, b, h] without sequence parallelism.
 
-    up: column-parallel, for SwiGLU gate and up side by side; down: row-parallel, its bias is the caller's.
-    recompute_input: makes x anew in the backward pass, so that neither x nor the activation is kept.
+    up: column-parallel, for SwiGLU gate and up side by side. down: row-parallel; the caller adds its bias.
+    recompute_input: recomputes x in the backward pass, so that neither x nor the activation is kept.
     """
     training = torch.is_grad_enabled()
     return _MLP.apply(*parts_of(x), up.weight, up.bias, down.weight, up, down, activation, recompute_input, training)
@@ -119,5 +112,5 @@ class _Activate(torch.autograd.Function):
 
 
 def activate(inner: Tensor, activation: Activation) -> Tensor:
-    """Apply the activation alone; for the backward pass it keeps `inner`. For a layer with an adapter."""
+    """Apply the activation alone, for a layer with an adapter. It keeps `inner` for the backward pass."""
     return _Activate.apply(inner, activation)

@@ -1,9 +1,9 @@
 """Embedding and loss split over the vocabulary, along the `tp` axis.
 
 Problem: the embedding, the head and above all the logits [s, b, v] of a large vocabulary take more memory than a block.
-The idea (Shoeybi et al. 2019): every rank has the rows of v/tp tokens. It looks up the tokens that it has and leaves
-zeros for the others; the sum over the ranks is the embedding. For the cross-entropy ranks exchange the maximum and the
-sum of their own columns, so that no rank ever holds whole logits.
+The idea (Shoeybi et al. 2019): every rank has the rows of v/tp tokens. It looks up these and leaves zeros for the other
+tokens; the sum over the ranks is the embedding. For the cross-entropy, ranks exchange the maximum and the sum of their
+columns, so no rank gathers the logits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from minitron.parallel.layout import Layout
 
 
 class _Lookup(torch.autograd.Function):
-    """Lookup in a table that has the rows of ids `first` to `first + len(table) - 1`."""
+    """Lookup in a table with the rows of ids `first` to `first + len(table) - 1`."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, table: Param, first: int, ops: ModuleType, in_order: bool) -> Tensor:
@@ -50,7 +50,7 @@ class _Lookup(torch.autograd.Function):
 def lookup(ids: Tensor, table: Param, first: int, ops: ModuleType, in_order: bool = False) -> Tensor:
     """Look up table[id - first], zeros for ids outside of the table: ids [...], table [v, h] -> [..., h].
 
-    in_order: ranks with the same ids and the same dy get the same gradient, bit by bit.
+    in_order: the gradient is a sum in a fixed order, so ranks with the same ids and dy get the same bits.
     """
     return _Lookup.apply(ids, table, first, ops, in_order)
 
@@ -99,7 +99,7 @@ def vocab_parallel_cross_entropy(
     """Compute the loss of each token from logits split over the vocabulary, in float32 and without gathering them.
 
     logits [s, b, v/tp], labels [s, b] global ids -> [s, b]. Two all-reduces over `axis`, of 1 and of 2 numbers a token.
-    The first num_ids of this rank's columns (None: all; 0: none) are token ids; the others pad the vocabulary and are
-    left out. The backward pass overwrites the logits with their gradient.
+    num_ids: of this rank's first columns that are token ids (None: all); the others pad the vocabulary and are ignored.
+    The backward pass overwrites the logits with their gradient.
     """
     return _CrossEntropy.apply(logits, labels, axis, ops, num_ids)

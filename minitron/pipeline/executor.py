@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from minitron.comm.activity import Stopwatch
-from minitron.comm.collectives import Pending, all_reduce_, exchange
+from minitron.comm.collectives import all_reduce_, exchange
+from minitron.comm.handle import Handle
 from minitron.comm.mesh import Axis
 from minitron.pipeline import deferred
 from minitron.pipeline.deferred import Deferred
@@ -140,7 +141,7 @@ class Run:
         self.pending_sends: dict[Transfer, Tensor] = {}
         self.saved: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
         self.put_off: dict[tuple[int, int], deque[deferred.Product]] = {}
-        self.in_flight: deque[Pending] = deque()
+        self.in_flight: deque[Handle[list[Tensor]]] = deque()
         self.completed = 0  # exchanges that were waited for
 
     def do(self, actions: Sequence[Action]) -> None:

@@ -7,15 +7,15 @@ log it. A step's time is taken on the device, between the copies of two steps.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from minitron.comm.collectives import all_reduce_
+from minitron.comm.handle import DeviceTime
 from minitron.comm.mesh import Mesh
 from minitron.runtime.log import Iteration, Log
 from minitron.runtime.observer import Observer, StepDone
@@ -29,16 +29,10 @@ class Watcher(Protocol):
     def saw(self, it: Iteration) -> None: ...
 
 
-class Stall(Protocol):
-    """Something that a step waited for; `seconds` is asked when the device is through with the step."""
-
-    def seconds(self) -> float: ...
-
-
 class Meter(Observer):
     """Logs the figures of each step, device tensors, one step late. Collective over the world.
 
-    memory(): bytes of the GPU in use at the peak, and now. stalls(): what training has waited for since the last call.
+    memory(): bytes of the GPU in use at the peak, and now. stalls(): begin and end of each wait since the last call.
     watchers: receive each step's figures after the log.
     """
 
@@ -47,16 +41,16 @@ class Meter(Observer):
         log: Log,
         mesh: Mesh,
         memory: Callable[[], tuple[int, int]],
-        stalls: Callable[[], Sequence[Stall]],
+        stalls: Callable[[], Sequence[tuple[DeviceTime, DeviceTime]]],
         *watchers: Watcher,
     ):
         self.log, self.mesh, self.memory, self.stalls, self.watchers = log, mesh, memory, stalls, watchers
-        self.waiting: tuple[dict, Tensor, Mark, Sequence[Stall]] | None = None
+        self.waiting: tuple[dict, Tensor, DeviceTime, Sequence[tuple[DeviceTime, DeviceTime]]] | None = None
         self.restart()
 
     def restart(self) -> None:
         """Begin the next step's time now, so that it does not include an evaluation since the last step."""
-        self.last = Mark(self.mesh.device)
+        self.last = DeviceTime(self.mesh.device)
 
     def after(self, done: StepDone) -> None:
         """Take the figures of a step that may still run, log those of the step before."""
@@ -74,7 +68,7 @@ class Meter(Observer):
             known |= {"memory_gib": 0.0, "allocated_gib": 0.0}
         all_reduce_(extra[2:], self.mesh.world, op=dist.ReduceOp.MAX)
         host = torch.cat([values, extra]).to("cpu", non_blocking=True)
-        copied = Mark(values.device)
+        copied = DeviceTime(values.device)
         self.flush()
         self.waiting = known, host, copied, self.stalls()
         if not values.is_cuda:  # a CPU has finished the step already
@@ -93,37 +87,8 @@ class Meter(Observer):
         figures = dict(zip(("loss", "grad_norm", "skipped", "nan", "loss_scale"), common, strict=True))
         measured = {"squared_lengths": squares, "padding": padding, "memory_gib": memory, "allocated_gib": allocated}
         known = {k: measured.get(k, v) for k, v in known.items()}
-        stalled = min(seconds, sum(max(0.0, stall.seconds()) for stall in stalls))
+        stalled = min(seconds, sum(max(0.0, end.seconds_since(begin)) for begin, end in stalls))
         it = Iteration(**figures, **known, seconds=seconds, stall_seconds=stalled)
         self.log.iteration(it)
         for watcher in self.watchers:
             watcher.saw(it)
-
-
-class Mark:
-    """A moment in the device's work: an event of its stream, or the time on a CPU."""
-
-    def __init__(self, device: torch.device):
-        self.event = None
-        if device.type == "cuda":
-            self.event = torch.cuda.Event(enable_timing=True)
-            self.event.record()
-        else:
-            self.time = time.perf_counter()
-
-    def seconds_since(self, earlier: Mark) -> float:
-        """Wait until this moment has come, and return the seconds since `earlier`."""
-        if self.event is None:
-            return self.time - earlier.time
-        self.event.synchronize()
-        return earlier.event.elapsed_time(self.event) / 1000
-
-
-class Pause(NamedTuple):
-    """The time that the device had nothing to do between two moments at which the host was at the same place."""
-
-    begin: Mark
-    end: Mark
-
-    def seconds(self) -> float:
-        return self.end.seconds_since(self.begin)

@@ -23,7 +23,7 @@ LAYOUTS = [
     (16, 15, "SymmetricMemoryComm", ["parallel.tp=4", "parallel.pp=2", "parallel.vp=2"]),
     (4, 1, "SymmetricMemorySlices", ["parallel.pp=1"]),
     (64, 33, "ProcessGroupSlices", ["parallel.pp=4", "parallel.tp=2", "parallel.cp=2"]),
-    (4, 2, "AllReduceComm", ["parallel.pp=1", "parallel.cp=2", "parallel.cp_style=ulysses"]),
+    (4, 2, "ProcessGroupComm", ["parallel.pp=1", "parallel.cp=2", "parallel.cp_style=ulysses"]),
 ]
 
 

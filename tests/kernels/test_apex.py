@@ -27,7 +27,7 @@ from minitron.kernels.plain import AdamHyper, AdamState
 from minitron.testing import assert_close_rel
 
 CUDA = torch.device("cuda")
-RANKS_ALONE = "tp: AllReduceComm, dp: ProcessGroupSlices"
+RANKS_ALONE = "tp: ProcessGroupComm, dp: ProcessGroupSlices"
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from minitron.kernels.gemm import Gemm
 from minitron.kernels.param import GradSlot
 from minitron.parallel.layout import Layout
 from minitron.parallel.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
-from minitron.parallel.overlap import AllReduceComm, ProcessGroupComm
+from minitron.parallel.overlap import ProcessGroupComm
 from minitron.testing import assert_close_rel
 from minitron.train import build
 from test_invariance import axes
@@ -142,10 +143,10 @@ def plain_two_layers(recipe, tp):
 @pytest.mark.parametrize(
     "tp, by, sequence_parallel, recompute",
     [
-        (1, AllReduceComm, False, False),
+        (1, ProcessGroupComm, False, False),
         (2, ProcessGroupComm, True, False),
         (2, ProcessGroupComm, True, True),
-        (2, AllReduceComm, False, False),
+        (2, partial(ProcessGroupComm, sequence_parallel=False), False, False),
         (2, Pieces, True, False),
     ],
 )

@@ -9,7 +9,6 @@ it in a few lines.
 import re
 import zlib
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -19,7 +18,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from layouts import full_gradients
-from minitron.comm.collectives import Done, all_reduce_
+from minitron.comm.collectives import all_reduce_
+from minitron.comm.handle import Handle
 from minitron.comm.mesh import Mesh
 from minitron.config import sizes
 from minitron.kernels.kernels import PLAIN
@@ -304,7 +304,7 @@ def reduced_gradients(mesh_args, toy_args, overlap):
     toy.accumulate(step=0)
     toy.gradients.finish()
     toy.accumulate(step=1)  # nothing of the first step is left in it
-    started = [not isinstance(bucket.reduction, Done) for bucket in toy.gradients.buckets]
+    started = [not bucket.reduction.done for bucket in toy.gradients.buckets]
     assert started == [overlap and mesh.dp_cp.size > 1] * len(started)
     toy.gradients.finish()
     square_sum = toy.gradients.square_sum()
@@ -393,22 +393,15 @@ def test_owned_parts_tell_where_a_slice_belongs(ranks):
 
 
 def test_a_unit_waits_for_exactly_the_buckets_of_its_parameters():
-    class Handle:
-        waited = False
-
-        def wait(self):
-            self.waited = True
-
     toy = Toy(Mesh.offline(2))  # two data ranks; nothing is sent here
     for name, unit in toy.chunks[0].parts.items():
-        handles = []
         for bucket in toy.gradients.buckets:
-            bucket.gather = Handle()
-            handles.append(bucket.gather)
+            bucket.gather = Handle(waits=[lambda: None])
         unit()
         needed = {param.spec.name for param in unit.parameters()}
-        assert [h.waited for h in handles] == [bool(needed & b.params.keys()) for b in toy.gradients.buckets], name
-        assert not all(h.waited for h in handles)
+        waited = [b.gather.done for b in toy.gradients.buckets]
+        assert waited == [bool(needed & b.params.keys()) for b in toy.gradients.buckets], name
+        assert not all(waited)
 
 
 def test_gathers_start_in_the_order_of_the_forward():
@@ -450,15 +443,17 @@ def test_a_parameter_that_reports_too_often_is_named():
 class OneByOne(ProcessGroupSlices):
     """As between GPUs, a reduction waits for the one before. Outside of a pass that did not run, its never come."""
 
-    before, ran = Done(), True
+    before, ran = Handle(), True
 
     def reduce(self, buffer):
         self.before.wait()
-        self.before = SimpleNamespace(wait=lambda ran=self.ran: ran == self.ran or pytest.fail("it never comes"))
-        return self.before
+        self.before, handle = (
+            Handle(waits=[lambda ran=self.ran: ran == self.ran or pytest.fail("it never comes")]) for _ in range(2)
+        )
+        return handle
 
     def reduced(self):
-        self.before = Done()
+        self.before = Handle()
 
 
 @pytest.mark.parametrize("units", range(len(UNITS) + 1))

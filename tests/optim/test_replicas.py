@@ -15,6 +15,7 @@ from layouts import GPT3, LLAMA, adapters_that_do_something, config, mesh_of
 from minitron.checkpoint.directory import checkpoints
 from minitron.checkpoint.load import ResumePoint, find_resume_point, restore
 from minitron.comm.collectives import all_gather_into
+from minitron.comm.handle import Handle
 from minitron.data.build import Datasets
 from minitron.data.mock import MockDataset
 from minitron.kernels.param import with_main_grad
@@ -63,7 +64,7 @@ class NormedHeads(gpt.Attention):
 
 def late_gather(slices, buffer):
     """ProcessGroupSlices.gather that moves nothing before somebody waits for it."""
-    return SimpleNamespace(wait=partial(all_gather_into, buffer, slices.own(buffer), slices.axis))
+    return Handle(waits=[partial(all_gather_into, buffer, slices.own(buffer), slices.axis)])
 
 
 def run(cfg, spoil=None, attention=gpt.Attention, gather=ProcessGroupSlices.gather, stop_at=None):

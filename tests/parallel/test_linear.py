@@ -17,7 +17,7 @@ from minitron.kernels.gemm import Gemm
 from minitron.kernels.param import GradSlot
 from minitron.parallel.layout import Layout
 from minitron.parallel.linear import ColumnParallelLinear, RowParallelLinear
-from minitron.parallel.overlap import AllReduceComm, ProcessGroupComm
+from minitron.parallel.overlap import ProcessGroupComm
 
 PACKAGE = str(Path(minitron.__file__).parent)
 H, F = 32, 64
@@ -47,15 +47,14 @@ def gemms_of(fp8: str, add_product):
     return lambda: state.gemm(0)
 
 
-@pytest.mark.parametrize("by", [AllReduceComm, ProcessGroupComm])
 @pytest.mark.parametrize("fp8", ["none", "delayed", "current"])
 @pytest.mark.parametrize("bias", [False, True])
-def test_three_calls_forward_and_four_backward(monkeypatch, by, fp8, bias):
+def test_three_calls_forward_and_four_backward(monkeypatch, fp8, bias):
     chains = []
     for module, name in (torch, "mm"), (torch, "addmm"), (fp8_module, "scaled_mm"), (fp8_torch, "scaled_mm"):
         monkeypatch.setattr(module, name, spy(getattr(module, name), chains))
     make = gemms_of(fp8, spy(plain.add_product, chains))
-    layout = Layout(by(Axis.single()), dtype=torch.bfloat16)
+    layout = Layout(ProcessGroupComm(Axis.single()), dtype=torch.bfloat16)
     layers = (
         ColumnParallelLinear(H, (F,), layout, std=0.1, bias=bias, gemm=make()),
         RowParallelLinear(F, H, layout, std=0.1, bias=bias, gemm=make()),

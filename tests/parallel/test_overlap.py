@@ -15,7 +15,7 @@ from minitron.kernels import plain
 from minitron.kernels.gemm import Payload
 from minitron.optim import slices
 from minitron.parallel import overlap
-from minitron.parallel.overlap import AllReduceComm, ProcessGroupComm, SymmetricMemoryComm
+from minitron.parallel.overlap import ProcessGroupComm, SymmetricMemoryComm
 from minitron.testing import assert_close_rel
 from test_tensor_parallel import _plain_two_layers, check_two_layers, two_layers_in_order
 
@@ -54,7 +54,8 @@ class Memory:
 
 @contextlib.contextmanager
 def on_files(folder, axis):
-    stream = SimpleNamespace(wait_stream=lambda other: None, record_event=lambda: None, wait_event=lambda event: None)
+    event = SimpleNamespace(wait=lambda: None)
+    stream = SimpleNamespace(wait_stream=lambda other: None, record_event=lambda: event, wait_event=lambda event: None)
     fake = SimpleNamespace(
         is_available=lambda: False,
         synchronize=lambda: None,
@@ -139,14 +140,14 @@ def test_methods_equal_those_by_the_process_group(ranks, tmp_path, size):
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_pieces_double_and_each_stage_has_the_same_ranks_on_both_sides(size):
-    groups = [overlap._groups(size, rank) for rank in range(size)]
-    for rank, mine in enumerate(groups):
-        assert [len(group.sources) for group in mine] == [1, *(2**i for i in range(size.bit_length() - 1))]
-        assert sorted(source for group in mine for source in group.sources) == list(range(size))
-        for i, group in enumerate(mine):
-            assert sorted(group.sources) == list(range(size))[group.rows(1)]
-            assert all(rank in groups[source][i].sources for source in group.sources)
-    for reads in zip(*([source for group in mine for source in group.sources] for mine in groups)):
+    pieces = [overlap._pieces(size, rank) for rank in range(size)]
+    for rank, mine in enumerate(pieces):
+        assert [len(piece.ranks) for piece in mine] == [1, *(2**i for i in range(size.bit_length() - 1))]
+        assert sorted(source for piece in mine for source in piece.ranks) == list(range(size))
+        for i, piece in enumerate(mine):
+            assert sorted(piece.ranks) == list(range(size))[piece.rows(1)]
+            assert all(rank in pieces[source][i].ranks for source in piece.ranks)
+    for reads in zip(*([source for piece in mine for source in piece.ranks] for mine in pieces)):
         assert len(set(reads)) == size  # at any time from another one
 
 
@@ -205,7 +206,7 @@ def test_both_collectives_of_a_column_parallel_backward_hide_behind_its_products
             view=lambda rank, shape, dtype, start: torch.zeros(shape, dtype=dtype),
         )
         comm._memory = lambda use, need: memory
-        comm._fetch = comm._receive = lambda memory, group, where: comm.copies.run(len(group.sources))
+        comm._fetch = comm._receive = lambda memory, piece, where: comm.copy_stream.run(len(piece.ranks))
         gathering = comm.start_gather(Payload(torch.zeros(4, 8)))
         scattering = comm.start_matmul_scatter(
             Payload(torch.zeros(16, 8)), lambda *operands: main.run(10.0), torch.zeros(1), 8
@@ -229,20 +230,20 @@ def chosen(size, device="cpu", sequence_parallel=True, overlap_tp=True):
 
 
 def test_one_rank_and_cpus_have_no_shared_memory():
-    for comm, kind in ((chosen(1), AllReduceComm), (chosen(2), ProcessGroupComm)):
-        assert type(comm) is kind and comm.overlap
+    for size, comm in (1, chosen(1)), (2, chosen(2)):
+        assert type(comm) is ProcessGroupComm and comm.overlap and comm.sequence_parallel == (size > 1)
     for size in 1, 2:
         assert not chosen(size, "cuda:0", overlap_tp=False).overlap
 
 
 def test_only_a_power_of_two_of_ranks_takes_shared_memory():
     with (
-        mock.patch.object(overlap, "see_each_other", lambda axis, device: True),
+        mock.patch.object(overlap, "can_access_peers", lambda axis, device: True),
         mock.patch.object(overlap, "SymmetricMemoryComm", lambda axis, device, dtype, sum_parts: "shared"),
     ):
         assert chosen(2, "cuda:0") == chosen(4, "cuda:0") == "shared"
         assert type(chosen(3, "cuda:0")) is type(chosen(4, "cuda:0", overlap_tp=False)) is ProcessGroupComm
-        assert type(chosen(4, "cuda:0", sequence_parallel=False)) is AllReduceComm
+        assert type(chosen(4, "cuda:0", sequence_parallel=False)) is ProcessGroupComm
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2.0**-8)])

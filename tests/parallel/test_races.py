@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from minitron.comm import shared_memory
+from minitron.comm.handle import Handle
 from minitron.comm.mesh import Axis
 from minitron.kernels import gemm
 from minitron.kernels.gemm import Payload
@@ -61,7 +62,7 @@ class Rank:
             self.note("record", stream, event.version)
             return event
 
-        event = SimpleNamespace(record=record)
+        event = SimpleNamespace(record=record, wait=lambda: self.current.wait_event(event))
         return event
 
     def set_stream(self, stream):
@@ -268,16 +269,16 @@ def nothing(*_):
     pass
 
 
-def do_not_wait(copied):
-    copied.comm._pending.remove(copied.use)
-    copied.parts = ()
-    return copied.result
+def do_not_wait(comm, use):
+    comm._pending.remove(use)
 
 
-def join_before_the_parts_are_there(gathering):
-    joined = gathering.like.of(gathering.parts.result)
-    gathering.parts.wait()
-    return joined
+def finish_before_the_wait(handle, wait=Handle.wait):
+    waits, handle.waits = handle.waits, ()
+    result = wait(handle)
+    for wait_for in waits:
+        wait_for()
+    return result
 
 
 @pytest.mark.parametrize("program", [products, passes, steps])
@@ -290,22 +291,22 @@ def test_all_accesses_have_an_order(size, program):
 @pytest.mark.parametrize(
     "program, owner, name, mistake",
     [
-        (products, shared_memory.SharedBuffer, "barrier", nothing),
+        (products, shared_memory.SymmetricBuffer, "barrier", nothing),
         (products, overlap.SymmetricMemoryComm, "_after", nothing),
-        (products, overlap._Copied, "wait", do_not_wait),
-        (products, overlap._Gathering, "wait", join_before_the_parts_are_there),
+        (products, overlap.SymmetricMemoryComm, "_wait_for_copies", do_not_wait),
+        (products, Handle, "wait", finish_before_the_wait),
         (
             products,
             overlap,
-            "_groups",
+            "_pieces",
             lambda size, rank: [  # a ring: who reads from a rank is not whom it reads from
-                overlap._Group(i % size, [i % size]) for i in range(rank, rank + size)
+                overlap._Piece(i % size, [i % size]) for i in range(rank, rank + size)
             ],
         ),
         (passes, overlap.SymmetricMemoryComm, "begin_pass", overlap.SymmetricMemoryComm.reset),
-        (steps, shared_memory.SharedBuffer, "barrier", nothing),
+        (steps, shared_memory.SymmetricBuffer, "barrier", nothing),
         (steps, slices.SymmetricMemorySlices, "_announce", nothing),
-        (steps, slices.Arrival, "wait", nothing),
+        (steps, Handle, "wait", nothing),
     ],
 )
 def test_a_mistake_is_a_race(program, owner, name, mistake):

@@ -16,7 +16,7 @@ from minitron.kernels.param import GradSlot, Shard, with_main_grad
 from minitron.model.layers import Norm, Residual
 from minitron.parallel.layout import Layout
 from minitron.parallel.linear import ColumnParallelLinear, RowParallelLinear
-from minitron.parallel.overlap import AllReduceComm, ProcessGroupComm
+from minitron.parallel.overlap import ProcessGroupComm
 from minitron.parallel.vocab import VocabParallelEmbedding, vocab_parallel_cross_entropy
 from minitron.testing import assert_close_rel
 
@@ -40,7 +40,8 @@ def _part(x, mesh, sequence_parallel):
 
 
 in_order = partial(ProcessGroupComm, overlap=False)
-reduce_in_order = partial(AllReduceComm, overlap=False)
+reduce_only = partial(ProcessGroupComm, sequence_parallel=False)
+reduce_in_order = partial(reduce_only, overlap=False)
 
 
 def two_layers(tp, sequence_parallel, by, dtype, main_grad, recompute_input):
@@ -86,10 +87,10 @@ def _plain_two_layers(dtype):
 @pytest.mark.parametrize(
     "tp,sequence_parallel,by,dtype,main_grad,recompute_input",
     [
-        (1, False, AllReduceComm, "fp32", True, False),
+        (1, False, ProcessGroupComm, "fp32", True, False),
         (2, True, ProcessGroupComm, "fp32", True, False),
         (4, True, ProcessGroupComm, "fp32", True, True),
-        (4, False, AllReduceComm, "fp32", True, False),
+        (4, False, reduce_only, "fp32", True, False),
         (2, True, in_order, "fp32", False, True),
         (2, False, reduce_in_order, "fp32", False, False),
         (4, True, ProcessGroupComm, "bf16", True, True),
@@ -137,7 +138,7 @@ def two_layers_in_order(*args):
 
 def embedding_and_loss(tp, sequence_parallel, main_grad):
     mesh = Mesh.create(tp=tp)
-    layout = Layout((ProcessGroupComm if sequence_parallel else AllReduceComm)(mesh.tp))
+    layout = Layout(ProcessGroupComm(mesh.tp, sequence_parallel))
     words = VocabParallelEmbedding(V, H, layout, std=0.1)
     _set(words.weight, _full("words", V, H))
     if main_grad:
