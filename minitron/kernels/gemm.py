@@ -23,6 +23,7 @@ from torch import Tensor
 
 from minitron.comm.mesh import Axis
 from minitron.kernels import plain
+from minitron.kernels.fp8_scales import KeptInFp8
 from minitron.kernels.param import Param
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -105,14 +106,14 @@ class Activation(NamedTuple):
 class Gemm:
     """Products in the tensors' own format (bf16, fp16, fp32).
 
-    add_product: writes or adds a product to a gradient (kernels/plain.py has the contract).
+    add_product: writes or adds a product to a gradient (kernels/plain.py has the contract). kept: the scale of a weight
+    that the optimizer keeps as FP8 bytes.
     """
+
+    kept: KeptInFp8 | None = None
 
     def __init__(self, add_product: Callable[..., None] = plain.add_product):
         self.add_product = add_product
-
-    def adopt(self, weight: Param) -> None:
-        """Note what this format has to say of the weight of its layer; called when the layer is made."""
 
     def quantize(self, x: Tensor, gathered: Axis = ALONE, *, columns: bool, record: bool) -> Payload:
         """Return the input x [m, k] of a layer as its products read it.

@@ -60,8 +60,6 @@ def attach(model: GPT, cfg: Config) -> None:
     """Freeze the chunk's weights and give its layers the adapters that cfg.lora names."""
     model.requires_grad_(False)
     model.drops = model.drops or cfg.lora.dropout > 0
-    for gemm in model.fp8_state.gemms:
-        gemm.freeze()
     for layer, block in model.blocks.items():
         for site, (name, spans) in enumerate(adapted(cfg.model, cfg.lora.targets).items(), FIRST_SITE):
             if spans:

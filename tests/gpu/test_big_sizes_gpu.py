@@ -19,7 +19,7 @@ from torch import nn
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import PrecisionConfig
 from minitron.kernels import attention, plain
-from minitron.kernels.fp8 import BlockGemm, Fp8Gemm, choose_backend
+from minitron.kernels.fp8 import Fp8Gemm, choose_backend
 from minitron.kernels.fp8_scales import ROLES, DelayedScaling
 from minitron.kernels.fp8_torch import Operand, dequantize
 from minitron.kernels.gemm import Gemm
@@ -450,7 +450,7 @@ def fp8_gemm(recipe):
         scaling = DelayedScaling(ROLES, (), GPU)
         scaling.history[0] = 8.0
         scaling.follow_history()
-    return (BlockGemm if recipe == "block" else Fp8Gemm)(backend, torch.bfloat16, scaling)
+    return Fp8Gemm(backend, torch.bfloat16, scaling)
 
 
 def stands_for(data, scale, rows, tiled=False):

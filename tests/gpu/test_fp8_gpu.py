@@ -12,7 +12,7 @@ from minitron.config import rules
 from minitron.config.schema import PrecisionConfig
 from minitron.data.loader import Loader
 from minitron.kernels import fp8_torch
-from minitron.kernels.fp8 import BlockGemm, Fp8Gemm, choose_backend
+from minitron.kernels.fp8 import Fp8Gemm, choose_backend
 from minitron.kernels.fp8_torch import Operand
 from minitron.testing import assert_close_rel
 from minitron.train import build
@@ -84,7 +84,7 @@ def test_products_equal_those_of_what_the_casts_stand_for(recipe):
         )
         assert torch.equal(backend.transpose(x8.rows).view(torch.uint8), x8.rows.view(torch.uint8).t())
         # one rounding to bf16 of the result; float32 sums in another order, in FP8 tensor cores with fewer bits
-        gemm = (BlockGemm if recipe == "block" else Fp8Gemm)(backend, torch.bfloat16)
+        gemm = Fp8Gemm(backend, torch.bfloat16)
         gemm._weight = w8
         y = gemm.forward(x8, w)
         assert_close_rel(y.float(), value(rows[0]) @ value(rows[1]).t(), 3e-3, "y")

@@ -17,6 +17,7 @@ from minitron.kernels import plain
 from minitron.kernels.fp8 import Fp8Gemm
 from minitron.kernels.fp8_scales import DelayedScaling, WeightScales, advance
 from minitron.optim.buckets import Gradients
+from minitron.parallel.linear import ParallelLinear
 from minitron.planner.dryrun import dryrun
 from minitron.train import build
 from test_invariance import axes
@@ -43,7 +44,7 @@ def train(cfg, bucket_bytes=None, broken_step=None):
     rules.check(cfg, mesh_of(cfg).world.size)
     with pytest.MonkeyPatch.context() as patch:
         if not cfg.precision.fp8_params:  # the same buckets: sums of three and more ranks depend on a gradient's place
-            patch.setattr(Fp8Gemm, "adopt", in_buckets_of_their_own)
+            patch.setattr(ParallelLinear, "__init__", in_buckets_of_their_own(ParallelLinear.__init__))
         if bucket_bytes is not None:
             patch.setattr(Gradients, "__init__", partial_init(Gradients.__init__, bucket_bytes))
         trainer = build(cfg, mesh_of(cfg))
@@ -75,8 +76,13 @@ def train(cfg, bucket_bytes=None, broken_step=None):
     return figures, masters, histories, params
 
 
-def in_buckets_of_their_own(_, weight):
-    weight.spec = replace(weight.spec, decay=2)  # which is as true as True, and another key
+def in_buckets_of_their_own(original):
+    def init(self, weight, bias, gemm, *args, **kwargs):
+        if isinstance(gemm, Fp8Gemm):
+            weight.spec = replace(weight.spec, decay=2)  # which is as true as True, and another key
+        original(self, weight, bias, gemm, *args, **kwargs)
+
+    return init
 
 
 def partial_init(original, bucket_bytes):

@@ -10,7 +10,6 @@ from torch import nn
 import minitron
 from minitron.comm.mesh import Axis, Mesh
 from minitron.config.schema import PrecisionConfig
-from minitron.kernels import fp8 as fp8_module
 from minitron.kernels import fp8_torch, plain
 from minitron.kernels.fp8 import Fp8State, choose_backend
 from minitron.kernels.gemm import Gemm
@@ -52,8 +51,8 @@ def gemms_of(fp8: str, add_product):
 @pytest.mark.parametrize("bias", [False, True])
 def test_three_calls_forward_and_four_backward(monkeypatch, by, fp8, bias):
     chains = []
-    for module, name in (torch, "mm"), (torch, "addmm"), (fp8_module, "scaled_mm"), (fp8_torch, "scaled_mm"):
-        monkeypatch.setattr(module, name, spy(getattr(module, name), chains))
+    for owner, name in (torch, "mm"), (torch, "addmm"), (fp8_torch.TensorScaling, "multiply"):
+        monkeypatch.setattr(owner, name, spy(getattr(owner, name), chains))
     make = gemms_of(fp8, spy(plain.add_product, chains))
     layout = Layout(by(Axis.single()), dtype=torch.bfloat16)
     layers = (
