@@ -30,6 +30,7 @@ precision.fp8_head.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ from minitron.kernels import fp8_torch, meta
 from minitron.kernels.fp8_scales import KINDS, ROLES, DelayedScaling, KeptInFp8, WeightScales, advance
 from minitron.kernels.fp8_torch import Operand, payload_of
 from minitron.kernels.gemm import ALONE, DTYPES, Activation, Gemm, Payload
-from minitron.kernels.param import Param
+from minitron.kernels.param import Param, add_gradient
 from minitron.kernels.plain import CastInto
 
 GEMMS_PER_LAYER = 4  # of a transformer block: qkv, out, up, down
@@ -128,12 +129,7 @@ class Fp8Gemm(Gemm):
         return self.backend.multiply(a, b, self.dtype, out=out, bias=None, fast=False)
 
     def weight_grad(self, weight: Param, dy: Payload, x: Payload) -> Tensor | None:
-        a, b, slot = self._columns(dy), self._columns(x), weight.slot
-        if slot is None:
-            return self.backend.multiply(a, b, weight.dtype, out=None, bias=None, fast=False)
-        self.backend.multiply_into(slot.main_grad, a, b, add=slot.begin())
-        slot.ready()
-        return None
+        return add_gradient(weight, partial(self.backend.multiply_into, a=self._columns(dy), b=self._columns(x)))
 
     def prepare(self, weight: Tensor) -> None:
         self._quantized(weight)

@@ -15,6 +15,7 @@ around them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from torch import Tensor
 from minitron.comm.mesh import Axis
 from minitron.kernels import plain
 from minitron.kernels.fp8_scales import KeptInFp8
-from minitron.kernels.param import Param
+from minitron.kernels.param import Param, add_gradient
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ALONE = Axis.single()
@@ -144,16 +145,7 @@ class Gemm:
 
     def weight_grad(self, weight: Param, dy: Payload, x: Payload) -> Tensor | None:
         """Add dW [n, k] = dy^T x to the weight's main_grad; without a slot return it."""
-        return self.add_gradient(weight, dy.rows, x.rows)
-
-    def add_gradient(self, weight: Param, dy: Tensor, x: Tensor) -> Tensor | None:
-        """Do as `weight_grad`, with matrices dy [m, n] and x [m, k] that no format has cast."""
-        slot = weight.slot
-        if slot is None:
-            return dy.t() @ x
-        self.add_product(slot.main_grad, dy, x, add=slot.begin())
-        slot.ready()
-        return None
+        return add_gradient(weight, partial(self.add_product, dy=dy.rows, x=x.rows))
 
     def prepare(self, weight: Tensor) -> None:
         """Make the weight's cast, if the format has one: before products are launched on several streams."""

@@ -253,10 +253,10 @@ def square_sum(x: Tensor) -> Tensor:
 def add_product(out: Tensor, dy: Tensor, x: Tensor, *, add: bool) -> None:
     """Write dy^T x to out [n, k], or `add` it; dy [m, n], x [m, k]. Without `add` out may hold NaN before.
 
-    out is float32, or bf16 for dy and x in bf16: the float32 sum, rounded once.
+    out is float32 or wider. Or it has the 16-bit format of dy and x, and gets the float32 sum, rounded once.
     """
-    if out.dtype == torch.float32:
-        out.addmm_(dy.t().float(), x.float(), beta=int(add))
+    if out.itemsize >= 4:
+        out.addmm_(dy.t().to(out.dtype), x.to(out.dtype), beta=int(add))
     else:
         product = dy.t().float() @ x.float()
         out.add_(product) if add else out.copy_(product)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from minitron.comm.collectives import linear_map
 from minitron.config.schema import RopeScaling
 from minitron.kernels import plain
 from minitron.kernels.fp8_torch import payload_of
@@ -120,17 +121,6 @@ def rope_tables(positions: Tensor, frequencies: Tensor) -> Rope:
     return angles.cos(), angles.sin()
 
 
-class _SplitHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, qkv: Tensor, sizes: tuple[int, int, int], rope: Rope, ops: ModuleType) -> Any:
-        ctx.rope, ctx.ops = rope, ops
-        return ops.split_heads(qkv.detach(), sizes, rope)
-
-    @staticmethod
-    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.ops.split_heads_backward((dq, dk, dv), ctx.rope), None, None, None
-
-
 def split_heads(qkv: Tensor, sizes: tuple[int, int, int], rope: Rope | None, ops: ModuleType) -> tuple[Tensor, ...]:
     """Split heads side by side into q, k, v, and rotate q and k: qkv [s, b, n + 2g, d], sizes (n, g, g).
 
@@ -138,5 +128,7 @@ def split_heads(qkv: Tensor, sizes: tuple[int, int, int], rope: Rope | None, ops
     """
     if rope is None:
         return qkv.split(sizes, 2)
-    power_of_two = qkv.shape[-1] & (qkv.shape[-1] - 1) == 0
-    return _SplitHeads.apply(qkv, sizes, rope, ops if power_of_two else plain)
+    if qkv.shape[-1] & (qkv.shape[-1] - 1):  # the fused kernel needs a power of 2
+        ops = plain
+    apply, adjoint = ops.split_heads, ops.split_heads_backward
+    return linear_map(qkv, lambda qkv: apply(qkv.detach(), sizes, rope), lambda *grads: adjoint(grads, rope))

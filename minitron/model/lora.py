@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from minitron.comm.collectives import Done, Handle, all_reduce_, gather_start, reduce_scatter_start
 from minitron.config.schema import Config
 from minitron.config.sizes import AdaptedRows, adapted
+from minitron.kernels.gemm import Payload
 from minitron.kernels.param import Param, Shard, named_params_of
 from minitron.kernels.rng import drop_by_name
 from minitron.model.gpt import GPT
@@ -106,10 +107,10 @@ class Adapter(nn.Module):
 
     def add_gradient(self, factor: Param, dy: Tensor, x: Tensor) -> Tensor | None:
         """Add dy^T x to the factor's main_grad, now or in a BackwardWeight; without a slot return it."""
-        add, put_off = partial(self.gemm.add_gradient, factor, dy), self.linear.put_off
+        add, put_off = partial(self.gemm.weight_grad, factor, Payload(dy)), self.linear.put_off
         if not put_off.holding:
-            return add(x)
-        put_off.put(partial(Arriving, x.detach()), add)
+            return add(Payload(x))
+        put_off.put(partial(Arriving, Payload(x.detach())), add)
         return None
 
     def drop(self, x: Tensor, keys: Tensor | None) -> Tensor:

@@ -6,7 +6,7 @@ more in launches than in work, and a reduction that starts after the backward le
 The idea:
   1. Parameters of one kind (dtype, weight decay, replicated over tp, tied) lie one after another in a flat buffer,
      their gradients in a second one with the same layout. Both `param.data` and `param.slot.main_grad` are views.
-  2. Layers add weight gradients to `main_grad` themselves and call `param.slot.ready()`.
+  2. Layers add weight gradients to `main_grad` themselves and call `param.slot.notify()`.
   3. When in the chunk's last backward the whole bucket is ready, its reduce-scatter over dp_cp starts: rank r keeps
      the sum of slice r.
   4. The optimizer updates slice r of the parameters (ZeRO-1), and an all-gather brings the other slices back.
@@ -318,7 +318,7 @@ class Gradients:
         """Prepare for a backward of this chunk, `first` or `last` of the step's (both, if there is one).
 
         The first gradient of a parameter overwrites the last step's. To zero the buffers instead would write all of
-        them once more, and the first microbatch would read the zeros back. In the last backward `slot.ready()` counts:
+        them once more, and the first microbatch would read the zeros back. In the last backward `slot.notify()` counts:
         a bucket is reduced as soon as it is complete. Where backwards are split, the last one is announced for each
         half, and between the two earlier microbatches may add theirs.
         """

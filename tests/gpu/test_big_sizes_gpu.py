@@ -22,7 +22,7 @@ from minitron.kernels import attention, plain
 from minitron.kernels.fp8 import Fp8Gemm, choose_backend
 from minitron.kernels.fp8_scales import ROLES, DelayedScaling
 from minitron.kernels.fp8_torch import Operand, dequantize
-from minitron.kernels.gemm import Gemm
+from minitron.kernels.gemm import Gemm, Payload
 from minitron.kernels.kernels import Kernels
 from minitron.kernels.param import GradSlot, ParamSpec
 from minitron.kernels.plain import AdamHyper, AdamState, CastInto
@@ -338,7 +338,7 @@ def test_buckets(fused, close, dtype):
     gradients.begin_backward(0, first=True, last=True)
     x, dy = randn(16, h, seed=1), randn(16, len(layer.large), seed=2)
     for weight, width in ((layer.large, len(layer.large)), (layer.small, 8)):
-        assert kernels.gemm.add_gradient(weight, dy[:, :width], x) is None
+        assert kernels.gemm.weight_grad(weight, Payload(dy[:, :width]), Payload(x)) is None
     gradients.finish()
     rounding = BF16 if dtype == torch.bfloat16 else FP32
     close(take(layer.large.slot.main_grad, kept), take64(dy.t(), kept) @ x.double(), rounding)

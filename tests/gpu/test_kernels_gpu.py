@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minitron.kernels.gemm import Gemm
+from minitron.kernels.gemm import Gemm, Payload
 from minitron.kernels.param import GradSlot
 from minitron.testing import assert_close_rel
 
@@ -260,7 +260,7 @@ def test_weight_gradient(backend, dtype, grad_dtype, m, n, k):
         [randn(m, n, dtype=dtype), randn(m, n, dtype=dtype, seed=1), randn(n, m, dtype=dtype, seed=2).t()]
     ):
         x = randn(m, k, dtype=dtype, seed=3 + i)
-        assert gemm.add_gradient(weight, dy, x) is None
+        assert gemm.weight_grad(weight, Payload(dy), Payload(x)) is None
         expected += dy.double().t() @ x.double()
         # a tensor core adds 16 products at a time to float32 and truncates: 3 * 4096 / 16 times 2^-24 at most
         # bf16: each sum that is kept is rounded, by 2^-9 at most, and where cuBLAS splits a long sum its parts as well
