@@ -41,10 +41,9 @@ from minitron.config.schema import PrecisionConfig
 from minitron.config.sizes import fp8_layers
 from minitron.kernels import fp8_torch, meta
 from minitron.kernels.fp8_scales import KINDS, ROLES, DelayedScaling, KeptInFp8, WeightScales, advance
-from minitron.kernels.fp8_torch import Operand, payload_of
-from minitron.kernels.gemm import ALONE, DTYPES, Activation, Gemm, Payload
+from minitron.kernels.fp8_torch import Operand
+from minitron.kernels.gemm import ALONE, DTYPES, Activation, CastInto, Gemm, Payload
 from minitron.kernels.param import Param, add_gradient
-from minitron.kernels.plain import CastInto
 
 GEMMS_PER_LAYER = 4  # of a transformer block: qkv, out, up, down
 
@@ -113,8 +112,7 @@ class Fp8Gemm(Gemm):
         return self.backend.cast(x, "x", gathered, *self._scale("x", record), columns)
 
     def cast_before(self, record: bool) -> CastInto | None:
-        scale, amax = self._scale("x", record)
-        return None if scale is None else CastInto(scale, amax, KINDS["x"])
+        return self._cast_into("x", record)
 
     def quantize_grad(self, dy: Tensor, gathered: Axis = ALONE, *, columns: bool) -> Payload:
         return self.backend.cast(dy, "dy", gathered, *self._scale("dy", True), columns)
@@ -135,20 +133,19 @@ class Fp8Gemm(Gemm):
         self._quantized(weight)
 
     def quantize_activation(self, inner: Tensor, act: Activation, *, columns: bool, record: bool) -> Payload:
-        into = self.cast_before(record)
+        into = self._cast_into("x", record, columns)
         if into is None:
             return self.quantize(act.forward(inner), columns=columns, record=record)
-        return payload_of(act.cast(inner, *into, columns))
+        return act.forward(inner, into)
 
     def quantize_activation_grad(
         self, dy: Tensor, inner: Tensor, act: Activation, *, columns: bool, sums: bool
     ) -> tuple[Payload, Tensor | None]:
-        scale, amax = self._scale("dy", True)
-        if scale is None:
+        into = self._cast_into("dy", True, columns)
+        if into is None:
             dx, total = act.backward(dy, inner, sums)
-            return self.backend.cast(dx, "dy", ALONE, None, amax, columns), total
-        cast = act.backward_cast(dy, inner, scale, amax, KINDS["dy"], columns, sums)
-        return payload_of(cast), cast.sums
+            return self.quantize_grad(dx, columns=columns), total
+        return act.backward(dy, inner, sums, into)
 
     def drop_casts(self) -> None:
         """Drop the weight's cast, since the weight has changed."""
@@ -166,6 +163,14 @@ class Fp8Gemm(Gemm):
 
     def _scale(self, role: str, record: bool) -> tuple[Tensor | None, Tensor | None]:
         return (None, None) if self.scaling is None else self.scaling.of(self.first + ROLES.index(role), record)
+
+    def _cast_into(self, role: str, record: bool, columns: bool = False) -> CastInto | None:
+        """Return how a kernel casts its result; None if only the result itself gives the scale."""
+        if self.scaling is None or self.scaling.cold:
+            return None
+        scale, amax = self._scale(role, record)
+        assert scale is not None
+        return CastInto(scale, amax, KINDS[role], columns)
 
     def _columns(self, x: Payload, tiled: bool = False) -> Operand:
         if x.columns is not None:

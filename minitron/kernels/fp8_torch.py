@@ -26,14 +26,9 @@ from minitron.comm.collectives import all_reduce_
 from minitron.comm.mesh import Axis
 from minitron.kernels import plain
 from minitron.kernels.fp8_scales import KINDS, limit, scale_of
-from minitron.kernels.gemm import Payload
+from minitron.kernels.gemm import CastInto, Payload
 
 BLOCK = 128
-
-
-def payload_of(cast: plain.Cast) -> Payload:
-    """Return the payload that a cast with one scale is."""
-    return Payload(cast.rows, cast.inverse, *((None, None) if cast.columns is None else (cast.columns, cast.inverse)))
 
 
 class Operand(NamedTuple):
@@ -66,7 +61,7 @@ class TensorScaling:
                 torch.maximum(amax, top, out=amax)
             all_reduce_(top, shared, op=torch.distributed.ReduceOp.MAX)
             scale, amax = scale_of(top, limit(kind)), None
-        return payload_of(self.ops.cast(x, scale, amax, kind, both))
+        return self.ops.cast(x, CastInto(scale, amax, kind, both))
 
     def transpose(self, values: Tensor) -> Tensor:
         """Transpose cast values, contiguously."""

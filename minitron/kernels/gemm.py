@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from minitron.comm.mesh import Axis
-from minitron.kernels import plain
 from minitron.kernels.fp8_scales import KeptInFp8
 from minitron.kernels.param import Param, add_gradient
 
@@ -83,6 +82,19 @@ def _join(stacked: Tensor, like: Tensor, dim: int) -> Tensor:
     return stacked.view(like.dtype)
 
 
+class CastInto(NamedTuple):
+    """How a kernel casts its result to FP8.
+
+    scale [1]: the factor before the cast. amax [1]: raised to the result's largest magnitude; None: it is not needed.
+    columns: cast the transpose, too.
+    """
+
+    scale: Tensor
+    amax: Tensor | None
+    kind: torch.dtype
+    columns: bool = False
+
+
 class Quantized(NamedTuple):
     """A layer's input that exists only as its FP8 cast. like: its shape and dtype, for autograd; it has no values."""
 
@@ -93,10 +105,8 @@ class Quantized(NamedTuple):
 class Activation(NamedTuple):
     """The activation of an MLP: functions of a module of kernels, by the contracts of kernels/plain.py."""
 
-    forward: Callable[..., Tensor]
-    backward: Callable[..., tuple[Tensor, Tensor | None]]
-    cast: Callable[..., plain.Cast]
-    backward_cast: Callable[..., plain.Cast]
+    forward: Callable[..., Any]
+    backward: Callable[..., tuple[Any, Tensor | None]]
 
     @classmethod
     def of(cls, ops: ModuleType, name: str) -> Activation:
@@ -113,7 +123,7 @@ class Gemm:
 
     kept: KeptInFp8 | None = None
 
-    def __init__(self, add_product: Callable[..., None] = plain.add_product):
+    def __init__(self, add_product: Callable[..., None]):
         self.add_product = add_product
 
     def quantize(self, x: Tensor, gathered: Axis = ALONE, *, columns: bool, record: bool) -> Payload:
@@ -125,7 +135,7 @@ class Gemm:
         """
         return Payload(x)
 
-    def cast_before(self, record: bool) -> plain.CastInto | None:
+    def cast_before(self, record: bool) -> CastInto | None:
         """Tell the kernel that makes x how to cast it; None if x is not cast, or its scale not known beforehand."""
         return None
 

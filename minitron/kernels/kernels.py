@@ -38,7 +38,7 @@ class Kernels:
 
     attention: attention.Backend = attention.REFERENCE
     ops: ModuleType = plain
-    gemm: Gemm = field(default_factory=Gemm)
+    gemm: Gemm = field(default_factory=lambda: Gemm(plain.add_product))
     adamw_: Callable[..., None] = plain.adamw_
     fp8: TensorScaling | None = None
 

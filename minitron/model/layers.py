@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from minitron.comm.collectives import linear_map
 from minitron.config.schema import RopeScaling
 from minitron.kernels import plain
-from minitron.kernels.fp8_torch import payload_of
-from minitron.kernels.gemm import Gemm, Payload, Quantized
+from minitron.kernels.gemm import CastInto, Gemm, Payload, Quantized
 from minitron.kernels.param import Param, accumulate, with_main_grad
-from minitron.kernels.plain import CastInto, Rope
+from minitron.kernels.plain import Rope
 from minitron.parallel.layout import Layout
 
 
@@ -58,7 +57,7 @@ class _AddNorm(torch.autograd.Function):
         total, y, statistics = ops.add_norm(x, delta, delta_bias, weight, bias, eps, into)
         cast = None
         if into is not None:
-            cast, y = payload_of(y), x.new_empty(()).expand_as(x)
+            cast, y = y, x.new_empty(()).expand_as(x)
         ctx.save_for_backward(total, statistics)
         ctx.params, ctx.summed, ctx.ops = (weight, bias, delta_bias), delta is not None, ops
         ctx.set_materialize_grads(False)  # nothing reads the last sum but its norm

@@ -22,10 +22,10 @@ from minitron.kernels import attention, plain
 from minitron.kernels.fp8 import Fp8Gemm, choose_backend
 from minitron.kernels.fp8_scales import ROLES, DelayedScaling
 from minitron.kernels.fp8_torch import Operand, dequantize
-from minitron.kernels.gemm import Gemm, Payload
+from minitron.kernels.gemm import CastInto, Gemm, Payload
 from minitron.kernels.kernels import Kernels
 from minitron.kernels.param import GradSlot, ParamSpec
-from minitron.kernels.plain import AdamHyper, AdamState, CastInto
+from minitron.kernels.plain import AdamHyper, AdamState
 from minitron.kernels.rng import AttentionDropout
 from minitron.optim.buckets import Gradients
 from minitron.parallel.vocab import lookup
@@ -111,10 +111,10 @@ def test_swiglu(fused, close):
 
 FORMULAS = {
     "cast": lambda dy, x: x,
-    "gelu_cast": lambda dy, x: plain.gelu_forward(x),
-    "swiglu_cast": lambda dy, x: plain.swiglu_forward(x),
-    "gelu_backward_cast": lambda dy, x: plain.gelu_backward(dy, x)[0],
-    "swiglu_backward_cast": lambda dy, x: plain.swiglu_backward(dy, x)[0],
+    "gelu_forward": lambda dy, x: plain.gelu_forward(x),
+    "swiglu_forward": lambda dy, x: plain.swiglu_forward(x),
+    "gelu_backward": lambda dy, x: plain.gelu_backward(dy, x)[0],
+    "swiglu_backward": lambda dy, x: plain.swiglu_backward(dy, x)[0],
 }
 
 
@@ -123,20 +123,20 @@ def test_casts(fused, close, name):
     """Rows, columns and sums; the scale leaves room for products of three normal numbers."""
     m, gated, backward = rows_of(WIDTH), "swiglu" in name, "backward" in name
     x, dy = randn(m, WIDTH * (1 + gated)), randn(m, WIDTH, seed=1)
-    scale, amax, sums = torch.tensor([448 / 256], device=GPU), torch.zeros(1, device=GPU), backward or name == "cast"
-    inputs = (dy, x) if backward else (x,)
-    cast = getattr(fused, name)(*inputs, scale, amax, E4M3, True, **({"sums": True} if sums else {}))
+    scale, amax = torch.tensor([448 / 256], device=GPU), torch.zeros(1, device=GPU)
+    into = CastInto(scale, amax, E4M3, columns=True)
+    cast, sums = getattr(fused, name)(dy, x, True, into) if backward else (getattr(fused, name)(x, into), None)
     rows = chosen(m, cast.rows.shape[1])
     expected = FORMULAS[name](take64(dy, rows), take64(x, rows))
-    values = take(cast.rows, rows).double() * cast.inverse.double()
+    values = take(cast.rows, rows).double() * cast.rows_scale.double()
     close(values, expected, IN_E4M3, floor=float(2.0**-10 / scale / expected.abs().max()))  # of its smallest number
     assert torch.equal(take(cast.columns.view(torch.uint8).t(), rows), take(cast.rows.view(torch.uint8), rows))
     assert amax >= (1 - BF16) * expected.abs().max()
-    if sums:
+    if sums is not None:
         some = [0, WIDTH // 2, WIDTH - 1]
         places = [*some, *(WIDTH + i for i in some)] if gated else some
         of_columns = FORMULAS[name](columns64(dy, some), columns64(x, places)).bfloat16().double().sum(0)
-        close(cast.sums[places], of_columns, 0, floor=1e-3)  # a value near a tie is rounded one way or the other
+        close(sums[places], of_columns, 0, floor=1e-3)  # a value near a tie is rounded one way or the other
 
 
 @pytest.mark.parametrize("layer_norm", [False, True])

@@ -42,7 +42,9 @@ def precision(recipe: str, **keys) -> PrecisionConfig:
 
 def state_of(recipe: str, mesh: Mesh) -> Fp8State:
     """Those of a model of one block."""
-    return Fp8State(precision(recipe), range(1), 1, False, mesh, choose_backend(precision(recipe), CPU), Gemm())
+    return Fp8State(
+        precision(recipe), range(1), 1, False, mesh, choose_backend(precision(recipe), CPU), Gemm(plain.add_product)
+    )
 
 
 def values(payload, columns: bool = False) -> torch.Tensor:

@@ -16,6 +16,7 @@ from minitron.data.loader import Loader
 from minitron.kernels import plain
 from minitron.kernels.fp8 import Fp8Gemm
 from minitron.kernels.fp8_scales import DelayedScaling, WeightScales, advance
+from minitron.kernels.gemm import CastInto
 from minitron.optim.buckets import Gradients
 from minitron.parallel.linear import ParallelLinear
 from minitron.planner.dryrun import dryrun
@@ -234,7 +235,7 @@ def test_a_master_is_cast_as_the_bf16_weight_would_be():
     master = torch.randn(4000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-4, 1, 4000)
     scale, amax, out = torch.tensor([20.0]), torch.zeros(1), torch.zeros(4000, dtype=torch.uint8).view(E4M3)
     plain.cast_master(master, scale, out, amax)
-    values = plain.cast(master.bfloat16().view(40, 100), scale, None, E4M3, False).rows
+    values = plain.cast(master.bfloat16().view(40, 100), CastInto(scale, None, E4M3)).rows
     assert torch.equal(out.view(torch.uint8), values.view(torch.uint8).flatten())
     assert amax == master.bfloat16().float().abs().max() and out.float().abs().max() == 448  # which 20 times 24 exceeds
     direct = (master * scale).clamp(-448, 448).to(E4M3)
