@@ -36,49 +36,14 @@ import torch
 from torch import Tensor
 
 from minitron.comm.mesh import Axis, Mesh
-from minitron.config.installed import pip_install
 from minitron.config.schema import PrecisionConfig
 from minitron.config.sizes import fp8_layers
-from minitron.kernels import fp8_torch, meta
 from minitron.kernels.fp8_scales import KINDS, ROLES, DelayedScaling, KeptInFp8, WeightScales, advance
-from minitron.kernels.fp8_torch import Operand
+from minitron.kernels.fp8_torch import Operand, TensorScaling
 from minitron.kernels.gemm import ALONE, DTYPES, Activation, CastInto, Gemm, Payload
 from minitron.kernels.param import Param, add_gradient
 
 GEMMS_PER_LAYER = 4  # of a transformer block: qkv, out, up, down
-
-
-def choose_backend(precision: PrecisionConfig, device: torch.device) -> fp8_torch.TensorScaling:
-    """Choose the casts and products of precision.fp8. Raises ValueError if precision.fp8_backend cannot run here.
-
-    To be called before anything uses cuDNN: on machines with two copies of it, one of torch's and one of the system,
-    Transformer Engine fails to load once torch has loaded its own.
-    """
-    block = precision.fp8 == "block"
-    if precision.fp8_backend == "te":
-        if device.type == "meta":
-            return _te_shapes(block)
-        if device.type != "cuda":
-            fix = "use precision.fp8_backend=torch or precision.fp8=none"
-            raise ValueError(f"precision.fp8_backend=te runs on CUDA devices, not on {device.type}; {fix}")
-        try:
-            from minitron.kernels import fp8_te
-        except (ImportError, OSError) as error:  # OSError: a CUDA library of another version was loaded before
-            fix = f"{pip_install('fp8', '--no-build-isolation')}, or use precision.fp8_backend=torch"
-            raise ValueError(f"precision.fp8_backend=te cannot load Transformer Engine ({error}); {fix}") from error
-        return fp8_te.BlockScaling() if block else fp8_te.TensorScaling()
-    if block and device.type != "cpu":
-        fix = "use precision.fp8_backend=te, or precision.fp8=delayed or current"
-        raise ValueError(f"precision.fp8_backend=torch has blocks for CPUs only, where it checks them; {fix}")
-    return fp8_torch.BlockScaling() if block else fp8_torch.TensorScaling()
-
-
-def _te_shapes(block: bool) -> fp8_torch.TensorScaling:
-    """Make a backend for dry runs, which allocates what Transformer Engine would."""
-    shapes = fp8_torch.BlockScaling() if block else fp8_torch.TensorScaling(meta)
-    for name in ("cast", "multiply", "multiply_into")[not block :]:
-        setattr(shapes, name, meta.hidden(getattr(shapes, name)))
-    return shapes
 
 
 class Fp8Gemm(Gemm):
@@ -92,7 +57,7 @@ class Fp8Gemm(Gemm):
 
     def __init__(
         self,
-        backend: fp8_torch.TensorScaling,
+        backend: TensorScaling,
         dtype: torch.dtype,
         scaling: DelayedScaling | None = None,
         first: int = 0,
@@ -192,7 +157,7 @@ class Fp8State:
         num_layers: int,
         head: bool,
         mesh: Mesh,
-        backend: fp8_torch.TensorScaling | None,
+        backend: TensorScaling | None,
         ordinary: Gemm,
         frozen: bool = False,
     ):

@@ -1,8 +1,8 @@
 """What lies between the GEMMs, in a few lines of torch each, for any device: the contract of kernels/fused.py.
 
 Each function is a whole forward or a whole backward, without autograd: the layers wrap a pair of them in an autograd
-function, and so decide what is kept. kernels/kernels.py chooses once, for a run, between this module, fused.py (Triton)
-and meta.py (dry runs), which have the same functions.
+function, and so decide what is kept. kernels/kernels.py chooses once, for a run, between this module and fused.py
+(Triton), which has the same functions. So has planner/dryrun/kernels.py, for dry runs.
 
     add_norm                     the sum of the residual stream and its norm   Zhang & Sennrich 2019, Ba et al. 2016
     swiglu, gelu                 activations                                   Shazeer 2020, Hendrycks & Gimpel 2016

@@ -19,11 +19,11 @@ from torch import nn
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import PrecisionConfig
 from minitron.kernels import attention, plain
-from minitron.kernels.fp8 import Fp8Gemm, choose_backend
+from minitron.kernels.fp8 import Fp8Gemm
 from minitron.kernels.fp8_scales import ROLES, DelayedScaling
 from minitron.kernels.fp8_torch import Operand, dequantize
 from minitron.kernels.gemm import CastInto, Gemm, Payload
-from minitron.kernels.kernels import Kernels
+from minitron.kernels.kernels import Kernels, choose_fp8
 from minitron.kernels.param import GradSlot, ParamSpec
 from minitron.kernels.plain import AdamHyper, AdamState
 from minitron.kernels.rng import AttentionDropout
@@ -445,7 +445,7 @@ def test_our_attention_within_documents_of_one_long_sample(close, p):
 
 def fp8_gemm(recipe):
     pytest.importorskip("transformer_engine", reason="needs Transformer Engine")
-    backend, scaling = choose_backend(PrecisionConfig(fp8=recipe), GPU), None
+    backend, scaling = choose_fp8(PrecisionConfig(fp8=recipe), GPU), None
     if recipe == "delayed":
         scaling = DelayedScaling(ROLES, (), GPU)
         scaling.history[0] = 8.0

@@ -14,7 +14,7 @@ from minitron.comm.mesh import Mesh
 from minitron.config import rules
 from minitron.config.schema import Config
 from minitron.data.loader import Loader
-from minitron.kernels import fp8_torch
+from minitron.kernels import fp8_torch, plain
 from minitron.kernels.gemm import Gemm
 from minitron.kernels.rng import dropout, token_keys
 from minitron.model.lora import FIRST_SITE, Adapter, adapted

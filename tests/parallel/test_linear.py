@@ -11,8 +11,9 @@ import minitron
 from minitron.comm.mesh import Axis, Mesh
 from minitron.config.schema import PrecisionConfig
 from minitron.kernels import fp8_torch, plain
-from minitron.kernels.fp8 import Fp8State, choose_backend
+from minitron.kernels.fp8 import Fp8State
 from minitron.kernels.gemm import Gemm
+from minitron.kernels.kernels import choose_fp8
 from minitron.kernels.param import GradSlot
 from minitron.parallel.layout import Layout
 from minitron.parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -42,7 +43,7 @@ def gemms_of(fp8: str, add_product):
     if fp8 == "none":
         return lambda: Gemm(add_product)
     precision, mesh = PrecisionConfig(fp8=fp8, fp8_backend="torch"), Mesh.offline()
-    state = Fp8State(precision, range(1), 1, False, mesh, choose_backend(precision, mesh.device), Gemm(add_product))
+    state = Fp8State(precision, range(1), 1, False, mesh, choose_fp8(precision, mesh.device), Gemm(add_product))
     return lambda: state.gemm(0)
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from layouts import Pieces
 from minitron.comm.mesh import Axis, Mesh
+from minitron.kernels import plain
 from minitron.kernels.gemm import DTYPES, Gemm
 from minitron.kernels.param import GradSlot, Shard, with_main_grad
 from minitron.model.layers import Norm, Residual
