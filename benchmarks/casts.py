@@ -24,7 +24,8 @@ from torch import Tensor
 from benchmarks import floor
 from minitron.comm.mesh import Axis
 from minitron.kernels import plain
-from minitron.kernels.fp8_torch import KINDS
+from minitron.kernels.fp8_scales import KINDS
+from minitron.kernels.gemm import CastInto
 
 # name: rows and width per rank: an MLP's inner values, the gradient of qkv, the residual stream between layers
 SHAPES = {
@@ -61,29 +62,29 @@ def cases(of: str, m: int, f: int) -> dict[str, tuple[int, Call, Call]]:
         inputs = x, dy, bias, weight, bias, 1e-5
 
         def normed() -> object:
-            cast = fused.add_norm(*inputs, plain.CastInto(scale, amax, KINDS["x"]))[1]
+            cast = fused.add_norm(*inputs, CastInto(scale, amax, KINDS["x"]))[1]
             return te.transpose(cast.rows) if m == 8192 else cast  # ranks of tp gather rows; one GPU transposes later
 
         passes = lambda: te.cast(fused.add_norm(*inputs)[1], "x", Axis.single(), scale, amax, m == 8192)
         return {f"{of} and cast": ((9 if m == 8192 else 7) * m * f, passes, normed)}
     if of == "cast":
-        mine = lambda: fused.cast(x, scale, amax, KINDS["dy"], True, True)
-        alone = lambda: fused.cast(x, scale, amax, KINDS["dy"], True)
-        return {"cast and sum": (4 * m * f, lambda: summed(x), mine), "cast": (4 * m * f, lambda: cast(x, "dy"), alone)}
-    module = plain if of == "gelu" else fused
-    forward, backward = (getattr(module, f"{of}_{way}") for way in ("forward", "backward"))
-    mine, gradient = (getattr(fused, f"{of}{way}_cast") for way in ("", "_backward"))
+        mine = lambda: fused.cast(x, CastInto(scale, amax, KINDS["dy"], True))
+        return {"cast": (4 * m * f, lambda: cast(x, "dy"), mine)}
+    (forward, backward), (mine, gradient) = (
+        [getattr(module, f"{of}_{way}") for way in ("forward", "backward")]
+        for module in (plain if of == "gelu" else fused, fused)
+    )
     bias = of == "gelu"
     found: dict[str, tuple[int, Call, Call]] = {
         f"{of} and cast": (
             m * (2 * wide + (1 if alone else 2) * f),
             lambda: cast(forward(x), "x"),
-            lambda: mine(x, scale, amax, KINDS["x"], not alone),
+            lambda: mine(x, CastInto(scale, amax, KINDS["x"], not alone)),
         ),
         f"{of} backward and cast": (
             m * (2 * f + (3 if alone else 4) * wide),
             lambda: summed(backward(dy, x)[0]) if bias else cast(backward(dy, x)[0], "dy"),
-            lambda: gradient(dy, x, scale, amax, KINDS["dy"], not alone, bias),
+            lambda: gradient(dy, x, bias, CastInto(scale, amax, KINDS["dy"], not alone)),
         ),
     }
     if bias:

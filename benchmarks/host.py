@@ -24,11 +24,10 @@ from minitron.config import cli
 from minitron.config.sizes import stage_layers
 from minitron.data.loader import Loader
 from minitron.data.mock import MockDataset
-from minitron.kernels import meta
-from minitron.kernels.kernels import Kernels
 from minitron.model.gpt import GPT
 from minitron.parallel.layout import make_layout
 from minitron.pipeline.schedule import make
+from minitron.planner.dryrun import kernels
 
 RECIPE = str(record.ROOT / "configs" / "gpt3_175b.yaml")
 RANKS, MICROBATCHES = 2048, 10_000
@@ -39,7 +38,7 @@ def build_rank(recipe: str) -> list[GPT]:
     cfg = cli.load([recipe])
     p = cfg.parallel
     mesh = Mesh.offline(p.tp * p.pp * p.cp, 0, tp=p.tp, pp=p.pp, cp=p.cp, device="meta")
-    layout = make_layout(cfg, mesh, Kernels(ops=meta))
+    layout = make_layout(cfg, mesh, kernels.choose(cfg))
     stages = stage_layers(cfg.model.num_layers, p.pp, p.vp, p.layers_per_stage)
     mine, last = range(0, len(stages), p.pp), len(stages) - 1
     return [GPT(cfg, mesh, layout, stages[i], first=i == 0, last=i == last) for i in mine]

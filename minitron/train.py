@@ -222,7 +222,7 @@ def train(
     keep_collector_out()
     loader = Loader(data.train, cfg, mesh)
     replicas = Replicas(trainer.chunks, trainer.gradients, t)
-    stragglers = Stragglers(mesh, log, t, kernels.gpu_clock(mesh.device))
+    stragglers = Stragglers(mesh, log, t, trainer.kernels.add_now)
     saves = Saves(cfg, trainer.state, data.info, log, stop, replicas, done, consumed, root, exporter)
     meter = Meter(log, mesh, trainer.memory, saves.stalls, *filter(None, [stop, saves.checkpointer]))
     evaluation = Evaluation(trainer, data.valid, log, stop, meter)

@@ -90,7 +90,7 @@ def filled(layer):
 @pytest.mark.parametrize("remade", [False, True])
 def test_linear(remade):
     """Its bias's gradient, which is summed in float32, is compared in test_tensor_parallel.py."""
-    layer = filled(ColumnParallelLinear(H, (F,), double_layout(), std=1.0, bias=True, gemm=Gemm()))
+    layer = filled(ColumnParallelLinear(H, (F,), double_layout(), std=1.0, bias=True, gemm=Gemm(plain.add_product)))
     x = randn(S, B, H).requires_grad_()
     ours = apply_linear(x, layer.linear, x.detach if remade else None)
     assert_same(ours, x @ layer.weight.t() + layer.bias, [x, layer.weight], EXACT, "linear")
@@ -99,8 +99,8 @@ def test_linear(remade):
 def two_layers(name):
     """The layers of an MLP with this activation: GELU's first has a bias, SwiGLU's has none."""
     layout, chunks = double_layout(), (F, F) if name == "swiglu" else (F,)
-    up = filled(ColumnParallelLinear(H, chunks, layout, std=1.0, bias=name == "gelu", gemm=Gemm()))
-    return up, filled(RowParallelLinear(F, H, layout, std=1.0, bias=False, gemm=Gemm()))
+    up = filled(ColumnParallelLinear(H, chunks, layout, std=1.0, bias=name == "gelu", gemm=Gemm(plain.add_product)))
+    return up, filled(RowParallelLinear(F, H, layout, std=1.0, bias=False, gemm=Gemm(plain.add_product)))
 
 
 def ours_and_twin(name, layers, x, recompute_input=None):

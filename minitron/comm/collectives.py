@@ -179,20 +179,23 @@ def _check_divisible(x: Tensor, dim: int, axis: Axis) -> None:
 
 
 class _Pair(torch.autograd.Function):
-    """A linear map forward, its adjoint backward."""
-
     @staticmethod
-    def forward(ctx: Any, x: Tensor, apply: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, apply: Callable[[Tensor], Any], adjoint: Callable[..., Tensor | None]) -> Any:
         ctx.adjoint = adjoint
         return apply(x)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.adjoint(dy), None, None
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, None, None]:
+        return ctx.adjoint(*dys), None, None
+
+
+def linear_map(x: Tensor, apply: Callable[[Tensor], Any], adjoint: Callable[..., Tensor | None]) -> Any:
+    """Return apply(x), one tensor or several; the backward computes adjoint(*dys), None if it stores the gradient."""
+    return _Pair.apply(x, apply, adjoint)
 
 
 def _pair(x: Tensor, axis: Axis, apply: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]) -> Tensor:
-    return x if axis.size == 1 else _Pair.apply(x, apply, adjoint)
+    return x if axis.size == 1 else linear_map(x, apply, adjoint)
 
 
 def _same(x: Tensor) -> Tensor:

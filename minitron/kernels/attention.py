@@ -36,7 +36,6 @@ from torch import Tensor
 from torch.backends import cuda as cuda_backends
 
 from minitron.config.installed import pip_install
-from minitron.kernels.meta import hidden
 from minitron.kernels.rng import AttentionDropout
 
 aten = torch.ops.aten
@@ -103,7 +102,7 @@ def choose(
     elif obstacle := _obstacle(name, device, dtype, head_dim, dropout):
         raise ValueError(f"model.attention={name} {obstacle}")
     if device.type == "meta" and name != "reference":
-        return Backend(name, hidden(_shapes_forward), hidden(_shapes_backward), name == "fused", name == "fused")
+        return Backend(name, _shapes_forward, _shapes_backward, name == "fused", name == "fused")
     if name == "flash":
         return FLASH_CPU if device.type == "cpu" else FLASH_CUDA
     if name == "flash-attn":

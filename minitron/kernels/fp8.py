@@ -30,141 +30,90 @@ precision.fp8_head.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from minitron.comm.mesh import Axis, Mesh
-from minitron.config.installed import pip_install
 from minitron.config.schema import PrecisionConfig
 from minitron.config.sizes import fp8_layers
-from minitron.kernels import fp8_torch, meta
 from minitron.kernels.fp8_scales import KINDS, ROLES, DelayedScaling, KeptInFp8, WeightScales, advance
-from minitron.kernels.fp8_torch import Operand, payload_of, scaled_mm
-from minitron.kernels.gemm import ALONE, DTYPES, Activation, Gemm, Payload
-from minitron.kernels.param import Param
-from minitron.kernels.plain import CastInto
+from minitron.kernels.fp8_torch import Operand, TensorScaling
+from minitron.kernels.gemm import ALONE, DTYPES, Activation, CastInto, Gemm, Payload
+from minitron.kernels.param import Param, add_gradient
 
 GEMMS_PER_LAYER = 4  # of a transformer block: qkv, out, up, down
 
 
-def choose_backend(precision: PrecisionConfig, device: torch.device) -> fp8_torch.TensorScaling:
-    """Choose the casts and products of precision.fp8. Raises ValueError if precision.fp8_backend cannot run here.
-
-    To be called before anything uses cuDNN: on machines with two copies of it, one of torch's and one of the system,
-    Transformer Engine fails to load once torch has loaded its own.
-    """
-    block = precision.fp8 == "block"
-    if precision.fp8_backend == "te":
-        if device.type == "meta":
-            return _te_shapes(block)
-        if device.type != "cuda":
-            fix = "use precision.fp8_backend=torch or precision.fp8=none"
-            raise ValueError(f"precision.fp8_backend=te runs on CUDA devices, not on {device.type}; {fix}")
-        try:
-            from minitron.kernels import fp8_te
-        except (ImportError, OSError) as error:  # OSError: a CUDA library of another version was loaded before
-            fix = f"{pip_install('fp8', '--no-build-isolation')}, or use precision.fp8_backend=torch"
-            raise ValueError(f"precision.fp8_backend=te cannot load Transformer Engine ({error}); {fix}") from error
-        return fp8_te.BlockScaling() if block else fp8_te.TensorScaling()
-    if block and device.type != "cpu":
-        fix = "use precision.fp8_backend=te, or precision.fp8=delayed or current"
-        raise ValueError(f"precision.fp8_backend=torch has blocks for CPUs only, where it checks them; {fix}")
-    return fp8_torch.BlockScaling() if block else fp8_torch.TensorScaling()
-
-
-def _te_shapes(block: bool) -> fp8_torch.TensorScaling:
-    """Make a backend for dry runs, which allocates what Transformer Engine would."""
-    shapes = fp8_torch.BlockScaling() if block else fp8_torch.TensorScaling(meta)
-    for name in ("cast", "multiply", "multiply_into")[not block :]:
-        setattr(shapes, name, meta.hidden(getattr(shapes, name)))
-    return shapes
-
-
 class Fp8Gemm(Gemm):
-    """The products of one linear layer in FP8. It keeps the weight's casts until the weight changes.
+    """The products of one linear layer in FP8. It keeps the weight's cast until the weight changes.
 
     dtype: of outputs and input gradients. scaling: has the scales of x, weight and dy, as its tensors `first` to
-    `first` + 2; None: the backend finds them. kept: the scale of a weight that is kept as FP8 bytes; None: it is cast
-    here.
+    `first` + 2; None: the backend finds them. kept: the scale of a weight that the optimizer keeps as FP8 bytes; None:
+    this object casts the weight. frozen: the weight never changes, so it is cast once, by its own magnitude, without a
+    history.
     """
 
     def __init__(
         self,
-        backend: fp8_torch.TensorScaling,
+        backend: TensorScaling,
         dtype: torch.dtype,
         scaling: DelayedScaling | None = None,
         first: int = 0,
         kept: KeptInFp8 | None = None,
+        frozen: bool = False,
     ):
         self.backend, self.dtype, self.scaling, self.first, self.kept = backend, dtype, scaling, first, kept
         self._weight: Payload | None = None
-        self._frozen = False
+        self._frozen = frozen
 
     @property
     def history(self) -> Tensor | None:
-        """[HISTORY, 3] magnitudes of x, weight and dy, a view, for a checkpoint; None if there are none to keep."""
+        """[HISTORY, 3] magnitudes of x, weight and dy, a view, for a checkpoint; None without delayed scaling."""
         return None if self.scaling is None else self.scaling.history[:, self.first : self.first + len(ROLES)]
-
-    def adopt(self, weight: Param) -> None:
-        weight.spec = replace(weight.spec, kept=self.kept)
 
     def quantize(self, x: Tensor, gathered: Axis = ALONE, *, columns: bool, record: bool) -> Payload:
         return self.backend.cast(x, "x", gathered, *self._scale("x", record), columns)
 
     def cast_before(self, record: bool) -> CastInto | None:
-        if self.scaling is None or self.scaling.cold:
-            return None
-        scale, amax = self._scale("x", record)
-        assert scale is not None
-        return CastInto(scale, amax, KINDS["x"])
+        return self._cast_into("x", record)
 
     def quantize_grad(self, dy: Tensor, gathered: Axis = ALONE, *, columns: bool) -> Payload:
         return self.backend.cast(dy, "dy", gathered, *self._scale("dy", True), columns)
 
     def forward(self, x: Payload, weight: Tensor, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        w = self._quantized(weight)  # fast: less than float32 in the tensor cores' sums, in this product alone
-        a, b, scales = x.rows, w.rows.t(), (x.rows_scale, w.rows_scale)
-        return scaled_mm(a, b, *scales, bias=bias, out_dtype=self.dtype, use_fast_accum=True, out=out)
+        w = self._quantized(weight)
+        a, b = Operand(x.rows, x.rows_scale), Operand(w.rows, w.rows_scale, True)
+        return self.backend.multiply(a, b, self.dtype, out=out, bias=bias, fast=True)
 
     def input_grad(self, dy: Payload, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        w = self._columns(self._quantized(weight))
-        return scaled_mm(dy.rows, w.values.t(), dy.rows_scale, w.scale, out_dtype=self.dtype, out=out)
+        a, b = Operand(dy.rows, dy.rows_scale), self._columns(self._quantized(weight), True)
+        return self.backend.multiply(a, b, self.dtype, out=out, bias=None, fast=False)
 
     def weight_grad(self, weight: Param, dy: Payload, x: Payload) -> Tensor | None:
-        a, b, slot = self._columns(dy), self._columns(x), weight.slot
-        if slot is None:
-            return self.backend.multiply(a, b, weight.dtype)
-        self.backend.multiply_into(slot.main_grad, a, b, add=slot.begin())
-        slot.ready()
-        return None
+        return add_gradient(weight, partial(self.backend.multiply_into, a=self._columns(dy), b=self._columns(x)))
 
     def prepare(self, weight: Tensor) -> None:
         self._quantized(weight)
 
     def quantize_activation(self, inner: Tensor, act: Activation, *, columns: bool, record: bool) -> Payload:
-        into = self.cast_before(record)
+        into = self._cast_into("x", record, columns)
         if into is None:
             return self.quantize(act.forward(inner), columns=columns, record=record)
-        return payload_of(act.cast(inner, *into, columns))
+        return act.forward(inner, into)
 
     def quantize_activation_grad(
         self, dy: Tensor, inner: Tensor, act: Activation, *, columns: bool, sums: bool
     ) -> tuple[Payload, Tensor | None]:
-        scale, amax = self._scale("dy", True)
-        if scale is None:
+        into = self._cast_into("dy", True, columns)
+        if into is None:
             dx, total = act.backward(dy, inner, sums)
-            return self.backend.cast(dx, "dy", ALONE, None, amax, columns), total
-        cast = act.backward_cast(dy, inner, scale, amax, KINDS["dy"], columns, sums)
-        return payload_of(cast), cast.sums
-
-    def freeze(self) -> None:
-        """Declare that the weight will not change: it is cast once, by its own magnitude, without a history."""
-        self._frozen = True
+            return self.quantize_grad(dx, columns=columns), total
+        return act.backward(dy, inner, sums, into)
 
     def drop_casts(self) -> None:
-        """Forget the weight's casts, since the weight has changed."""
+        """Drop the weight's cast, since the weight has changed."""
         if not self._frozen:
             self._weight = None
 
@@ -180,33 +129,25 @@ class Fp8Gemm(Gemm):
     def _scale(self, role: str, record: bool) -> tuple[Tensor | None, Tensor | None]:
         return (None, None) if self.scaling is None else self.scaling.of(self.first + ROLES.index(role), record)
 
-    def _columns(self, x: Payload) -> Operand:
+    def _cast_into(self, role: str, record: bool, columns: bool = False) -> CastInto | None:
+        """Return how a kernel casts its result; None if only the result itself gives the scale."""
+        if self.scaling is None or self.scaling.cold:
+            return None
+        scale, amax = self._scale(role, record)
+        assert scale is not None
+        return CastInto(scale, amax, KINDS[role], columns)
+
+    def _columns(self, x: Payload, tiled: bool = False) -> Operand:
         if x.columns is not None:
-            return Operand(x.columns, x.columns_scale)
+            return Operand(x.columns, x.columns_scale, tiled)
         return Operand(self.backend.transpose(x.rows), x.rows_scale)  # gathered rows, with one scale
 
 
-class BlockGemm(Fp8Gemm):
-    """The same with a scale for each 128 values, or 128 x 128 tile of the weight; the backend has all products."""
-
-    def forward(self, x: Payload, weight: Tensor, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        w = self._quantized(weight)
-        return self.backend.multiply(
-            Operand(x.rows, x.rows_scale), Operand(w.rows, w.rows_scale, tiled=True), self.dtype, out=out, bias=bias
-        )
-
-    def input_grad(self, dy: Payload, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        w = self._quantized(weight)
-        return self.backend.multiply(
-            Operand(dy.rows, dy.rows_scale), Operand(w.columns, w.columns_scale, tiled=True), self.dtype, out=out
-        )
-
-
 class Fp8State:
-    """What FP8 keeps for a model chunk: makes its GEMMs, and moves their scales on after a step.
+    """What FP8 keeps for a model chunk: its GEMMs, and the scales of their tensors.
 
     layers: the blocks of the chunk, of num_layers in the model. head: whether the chunk has the head. backend: FP8's
-    casts and products, None without FP8. ordinary: the GEMM of layers without FP8.
+    casts and products, None without FP8. ordinary: the GEMM of layers without FP8. frozen: the weights never change.
     """
 
     def __init__(
@@ -216,19 +157,19 @@ class Fp8State:
         num_layers: int,
         head: bool,
         mesh: Mesh,
-        backend: fp8_torch.TensorScaling | None,
+        backend: TensorScaling | None,
         ordinary: Gemm,
+        frozen: bool = False,
     ):
         self.dtype, self.ordinary = DTYPES[precision.dtype], ordinary
+        self.backend, self.frozen = backend, frozen
         self.layers = [i for i in layers if i in fp8_layers(precision, num_layers)]
         self.head = head and precision.fp8_head
         self.gemms: list[Fp8Gemm] = []
-        self.backend, self.fp8_gemm = backend, BlockGemm if precision.fp8 == "block" else Fp8Gemm
-        self.scaling = None
+        self.scaling = self.weights = None
         if (self.layers or self.head) and precision.fp8 == "delayed":
             roles = ROLES * (GEMMS_PER_LAYER * len(self.layers) + self.head)
             self.scaling = DelayedScaling(roles, (mesh.tp, mesh.dp_cp), mesh.device)
-        self.weights = None
         if self.layers and precision.fp8_params:
             self.weights = WeightScales(GEMMS_PER_LAYER * len(self.layers), self.scaling, mesh.device)
 
@@ -244,7 +185,7 @@ class Fp8State:
     def _make(self, kept: KeptInFp8 | None) -> Fp8Gemm:
         assert self.backend is not None
         first = len(ROLES) * len(self.gemms)
-        self.gemms.append(self.fp8_gemm(self.backend, self.dtype, self.scaling, first, kept))
+        self.gemms.append(Fp8Gemm(self.backend, self.dtype, self.scaling, first, kept, self.frozen))
         return self.gemms[-1]
 
     def drop_casts(self) -> None:

@@ -33,7 +33,8 @@ from minitron.kernels.fp8_torch import Operand
 from minitron.kernels.gemm import ABSENT, Payload
 
 gemm = partial(tex.generic_gemm, comm_overlap=None, comm_type=None, extra_output=None, bulk_overlap=False, alpha=1.0)
-CODES = {torch.float8_e4m3fn: DType.kFloat8E4M3, torch.float8_e5m2: DType.kFloat8E5M2}
+E4M3 = torch.float8_e4m3fn
+CODES = {E4M3: DType.kFloat8E4M3, torch.float8_e5m2: DType.kFloat8E5M2}
 
 
 class TensorScaling(fp8_torch.TensorScaling):
@@ -48,18 +49,12 @@ class TensorScaling(fp8_torch.TensorScaling):
     ) -> Payload:
         kind, both = KINDS[role], columns and shared.size == 1
         if scale is None:
-            quantizer = Float8CurrentScalingQuantizer(
-                CODES[kind],
-                x.device,
-                columnwise=both,
-                with_amax_reduction=shared.size > 1,
-                amax_reduction_group=shared.group,
-                amax_epsilon=limit(kind) / LARGEST_SCALE,
-            )
+            options = dict(with_amax_reduction=shared.size > 1, amax_reduction_group=shared.group)
+            options |= dict(columnwise=both, amax_epsilon=limit(kind) / LARGEST_SCALE)
+            quantizer = Float8CurrentScalingQuantizer(CODES[kind], x.device, **options)
         else:
-            quantizer = Float8Quantizer(
-                scale, torch.zeros_like(scale) if amax is None else amax, CODES[kind], columnwise=both
-            )
+            top = torch.zeros_like(scale) if amax is None else amax
+            quantizer = Float8Quantizer(scale, top, CODES[kind], columnwise=both)
         parts = _run(quantizer, x)
         inverse, transposed = parts["fp8_scale_inv"], parts["data_transpose"]
         if scale is None and amax is not None:
@@ -73,32 +68,17 @@ class TensorScaling(fp8_torch.TensorScaling):
         return tex.fp8_transpose(values.view(torch.uint8), CODES[values.dtype], out=None).view(values.dtype)
 
     def multiply_into(self, out: Tensor, a: Operand, b: Operand, *, add: bool) -> None:
-        gemm(*self._arguments(a, b, out.dtype, out, None, add), beta=float(add))
+        self._gemm(a, b, out.dtype, out, None, add)
 
-    def _arguments(
+    def _gemm(
         self, a: Operand, b: Operand, dtype: torch.dtype, out: Tensor | None, bias: Tensor | None, add: bool
-    ) -> tuple[Any, ...]:
-        """List the arguments of `gemm` for out (+)= a b^T + bias."""
+    ) -> Tensor:
+        """Compute out (+)= a b^T + bias, summed in float32."""
         workspace = self._workspace(torch.cuda.current_stream(a.values.device.index))
-        transposed, gelu, gelu_input, grad, quantizer, accurate = True, False, None, False, None, True
-        return (
-            self._wrap(b),
-            transposed,
-            self._wrap(a),
-            not transposed,
-            out,
-            quantizer,
-            TE_DType[dtype],
-            bias,
-            TE_DType[torch.bfloat16],
-            gelu,
-            gelu_input,
-            grad,
-            workspace,
-            workspace.shape[0],
-            add,
-            accurate,
-        )
+        transposed, quantizer, gelu, gelu_input, grad, accurate = True, None, False, None, False, True
+        operands = self._wrap(b), transposed, self._wrap(a), not transposed, out, quantizer, TE_DType[dtype]
+        epilogue = bias, TE_DType[torch.bfloat16], gelu, gelu_input, grad
+        return gemm(*operands, *epilogue, workspace, workspace.shape[0], add, accurate, beta=float(add))[0]
 
     def _workspace(self, stream: torch.cuda.Stream) -> Tensor:
         """Return the stream's own workspace of cuBLAS: products on two streams must not share one."""
@@ -107,54 +87,35 @@ class TensorScaling(fp8_torch.TensorScaling):
         return self.workspaces[stream]
 
     def _wrap(self, x: Operand) -> Float8TensorStorage:
-        return Float8TensorStorage(
-            data=x.values.view(torch.uint8),
-            fp8_scale_inv=x.scale,
-            fp8_dtype=CODES[x.values.dtype],
-            fake_dtype=torch.bfloat16,
-        )
+        data, code = x.values.view(torch.uint8), CODES[x.values.dtype]
+        return Float8TensorStorage(data=data, fp8_scale_inv=x.scale, fp8_dtype=code, fake_dtype=torch.bfloat16)
 
 
 class BlockScaling(TensorScaling):
-    """A scale for each 128 values along the summed dim, or for each 128 x 128 tile of a weight."""
+    """A scale for each 128 values along the summed dim, or for each 128 x 128 tile of a weight.
+
+    It always sums in float32.
+    """
 
     def multiply(
-        self, a: Operand, b: Operand, dtype: torch.dtype, *, out: Tensor | None = None, bias: Tensor | None = None
+        self, a: Operand, b: Operand, dtype: torch.dtype, out: Tensor | None, bias: Tensor | None, fast: bool
     ) -> Tensor:
-        return gemm(*self._arguments(a, b, dtype, out, bias, add=False), beta=0.0)[0]
+        return self._gemm(a, b, dtype, out, bias, add=False)
 
     def cast(
         self, x: Tensor, role: str, shared: Axis, scale: Tensor | None, amax: Tensor | None, columns: bool
     ) -> Payload:
-        parts = _run(
-            Float8BlockQuantizer(
-                CODES[torch.float8_e4m3fn],
-                rowwise=True,
-                columnwise=columns,
-                amax_epsilon=limit(torch.float8_e4m3fn) / LARGEST_SCALE,
-                block_scaling_dim=2 if role == "weight" else 1,
-            ),
-            x,
-        )
-        rows, other = parts["rowwise_data"].view(torch.float8_e4m3fn), parts["columnwise_data"]
-        return Payload(
-            rows,
-            parts["rowwise_scale_inv"],
-            ABSENT if other is None else other.view(rows.dtype),
-            parts["columnwise_scale_inv"],
-        )
+        options = dict(block_scaling_dim=2 if role == "weight" else 1, amax_epsilon=limit(E4M3) / LARGEST_SCALE)
+        parts = _run(Float8BlockQuantizer(CODES[E4M3], rowwise=True, columnwise=columns, **options), x)
+        rows, other = parts["rowwise_data"].view(E4M3), parts["columnwise_data"]
+        transposed = ABSENT if other is None else other.view(E4M3)
+        return Payload(rows, parts["rowwise_scale_inv"], transposed, parts["columnwise_scale_inv"])
 
     def _wrap(self, x: Operand) -> Float8BlockwiseQTensorStorage:
-        return Float8BlockwiseQTensorStorage(
-            rowwise_data=x.values.view(torch.uint8),
-            rowwise_scale_inv=x.scale,
-            columnwise_data=None,
-            columnwise_scale_inv=None,
-            fp8_dtype=CODES[x.values.dtype],
-            quantizer=None,
-            is_2D_scaled=x.tiled,
-            fake_dtype=torch.bfloat16,
-        )
+        rows = dict(rowwise_data=x.values.view(torch.uint8), rowwise_scale_inv=x.scale)
+        columns = dict(columnwise_data=None, columnwise_scale_inv=None)
+        kind = dict(fp8_dtype=CODES[E4M3], quantizer=None, is_2D_scaled=x.tiled, fake_dtype=torch.bfloat16)
+        return Float8BlockwiseQTensorStorage(**rows, **columns, **kind)
 
 
 def _run(quantizer: Quantizer, x: Tensor) -> dict[str, Any]:

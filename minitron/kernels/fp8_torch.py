@@ -26,14 +26,9 @@ from minitron.comm.collectives import all_reduce_
 from minitron.comm.mesh import Axis
 from minitron.kernels import plain
 from minitron.kernels.fp8_scales import KINDS, limit, scale_of
-from minitron.kernels.gemm import Payload
+from minitron.kernels.gemm import CastInto, Payload
 
 BLOCK = 128
-
-
-def payload_of(cast: plain.Cast) -> Payload:
-    """Return the payload that a cast with one scale is."""
-    return Payload(cast.rows, cast.inverse, *((None, None) if cast.columns is None else (cast.columns, cast.inverse)))
 
 
 class Operand(NamedTuple):
@@ -42,31 +37,6 @@ class Operand(NamedTuple):
     values: Tensor
     scale: Tensor
     tiled: bool = False
-
-
-def scaled_mm(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    *,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype,
-    use_fast_accum: bool = False,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Return a b times both scales, plus the bias, as `torch._scaled_mm` does.
-
-    On most CPUs that has the reference of oneDNN alone, which takes thirty nanoseconds for each multiplication: there
-    the values, which float32 holds exactly, are multiplied as such.
-    """
-    if a.device.type != "cpu":
-        fast = use_fast_accum
-        return torch._scaled_mm(a, b, scale_a, scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=fast, out=out)
-    product = (a.float() @ b.float()).mul_(scale_a * scale_b)
-    if bias is not None:
-        product += bias
-    return product.to(out_dtype) if out is None else out.copy_(product)
 
 
 class TensorScaling:
@@ -91,21 +61,31 @@ class TensorScaling:
                 torch.maximum(amax, top, out=amax)
             all_reduce_(top, shared, op=torch.distributed.ReduceOp.MAX)
             scale, amax = scale_of(top, limit(kind)), None
-        return payload_of(self.ops.cast(x, scale, amax, kind, both))
+        return self.ops.cast(x, CastInto(scale, amax, kind, both))
 
     def transpose(self, values: Tensor) -> Tensor:
         """Transpose cast values, contiguously."""
         return self.ops.transpose(values)
 
     def multiply(
-        self, a: Operand, b: Operand, dtype: torch.dtype, *, out: Tensor | None = None, bias: Tensor | None = None
+        self, a: Operand, b: Operand, dtype: torch.dtype, out: Tensor | None, bias: Tensor | None, fast: bool
     ) -> Tensor:
-        """Return a b^T + bias in `dtype`; in `out` if it is given."""
-        return scaled_mm(a.values, b.values.t(), a.scale, b.scale, bias=bias, out_dtype=dtype, out=out)
+        """Return a b^T + bias in `dtype`; in `out` if it is given. fast: tensor cores may sum in less than float32.
+
+        Most CPUs have only oneDNN's slow reference for `torch._scaled_mm`. So a CPU multiplies in float32, which holds
+        FP8 values exactly.
+        """
+        if a.values.device.type != "cpu":
+            operands = a.values, b.values.t(), a.scale, b.scale
+            return torch._scaled_mm(*operands, bias=bias, out_dtype=dtype, use_fast_accum=fast, out=out)
+        product = (a.values.float() @ b.values.float().t()).mul_(a.scale * b.scale)
+        if bias is not None:
+            product += bias
+        return product.to(dtype) if out is None else out.copy_(product)
 
     def multiply_into(self, out: Tensor, a: Operand, b: Operand, *, add: bool) -> None:
         """Write a b^T to out, float32 or bf16, or `add` it: summed in float32, rounded once."""
-        product = scaled_mm(a.values, b.values.t(), a.scale, b.scale, out_dtype=torch.float32)
+        product = self.multiply(a, b, torch.float32, out=None, bias=None, fast=False)
         out.add_(product) if add else out.copy_(product)
 
 
@@ -123,16 +103,12 @@ class BlockScaling(TensorScaling):
         return Payload(*self._blocks(x, role), *other)
 
     def multiply(
-        self, a: Operand, b: Operand, dtype: torch.dtype, *, out: Tensor | None = None, bias: Tensor | None = None
+        self, a: Operand, b: Operand, dtype: torch.dtype, out: Tensor | None, bias: Tensor | None, fast: bool
     ) -> Tensor:
-        """Multiply what the casts stand for."""
+        """Multiply the float32 values that the casts stand for."""
         product = dequantize(a) @ dequantize(b).t()
         product = (product if bias is None else product + bias).to(dtype)
         return product if out is None else out.copy_(product)
-
-    def multiply_into(self, out: Tensor, a: Operand, b: Operand, *, add: bool) -> None:
-        product = self.multiply(a, b, torch.float32)
-        out.add_(product) if add else out.copy_(product)
 
     def _blocks(self, x: Tensor, role: str) -> tuple[Tensor, Tensor]:
         x = x.float().unflatten(1, (-1, BLOCK))

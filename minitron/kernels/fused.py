@@ -16,7 +16,6 @@ float32 whatever the format in memory. The file is imported only if the device i
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +25,8 @@ from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
 from minitron.kernels import plain, rng
-from minitron.kernels.plain import AdamHyper, AdamState, Cast, CastInto, Rope, Updated, sum_rows
-from minitron.kernels.plain import gelu_forward as gelu_forward  # torch's kernel is one pass
+from minitron.kernels.gemm import CastInto, Payload
+from minitron.kernels.plain import AdamHyper, AdamState, Rope, Updated, sum_rows
 
 # ---- residual sum and RMS or layer norm ------------------------------------------------------------------------------
 
@@ -136,22 +135,20 @@ def add_norm(
     bias: Tensor | None,
     eps: float,
     into: CastInto | None = None,
-) -> tuple[Tensor, Tensor | Cast, Tensor]:
+) -> tuple[Tensor, Tensor | Payload, Tensor]:
     """Compute total = x + delta + delta_bias, its norm and the statistics of each row; see kernels/plain.py."""
     assert delta is not None or delta_bias is None
     x, h = x.contiguous(), x.shape[-1]
     total = x if delta is None else torch.empty_like(x)
     rows, delta = x.numel() // h, None if delta is None else delta.contiguous()
     statistics = x.new_empty(1 if bias is None else 2, *x.shape[:-1], dtype=torch.float32)
-    tensors = x, delta, delta_bias, weight, bias, total
-    if into is None:
-        y = torch.empty_like(x)
-        _add_norm[(rows,)](*tensors, y, statistics, None, None, None, rows, h, eps, **_row_in_registers(h))
-        return total, y, statistics
-    cast = Cast(x.new_empty(rows, h, dtype=into.kind), torch.empty_like(into.scale), None)
-    scales = into.scale, cast.inverse, into.amax
-    _add_norm[(rows,)](*tensors, cast.rows, statistics, *scales, rows, h, eps, **_row_in_registers(h))
-    return total, cast, statistics
+    y, scale, inverse, amax = torch.empty_like(x), None, None, None
+    if into is not None:
+        scale, amax, inverse = into.scale, into.amax, torch.empty_like(into.scale)
+        y = x.new_empty(rows, h, dtype=into.kind)
+    tensors = x, delta, delta_bias, weight, bias, total, y, statistics, scale, inverse, amax
+    _add_norm[(rows,)](*tensors, rows, h, eps, **_row_in_registers(h))
+    return total, y if inverse is None else Payload(y, inverse), statistics
 
 
 def add_norm_backward(
@@ -294,17 +291,9 @@ def _cast(dy, x, scale, rows, inverse, columns, amax, sums, m, f, OF: tl.constex
             tl.store(inverse, tl.div_rn(1.0, factor))
 
 
-def _run(
-    of: str,
-    dy: Tensor | None,
-    x: Tensor,
-    scale: Tensor | None,
-    amax: Tensor | None,
-    kind: torch.dtype,
-    columns: bool = False,
-    sums: bool = False,
-) -> Cast:
-    """Run the kernel for x [m, f], or [m, 2f] for SwiGLU. scale None: no cast, the result has the dtype `kind`."""
+def _run(of: str, dy: Tensor | None, x: Tensor, into: CastInto | None, sums: bool = False) -> tuple[Any, Tensor | None]:
+    """Run the kernel for x [m, f], or [m, 2f] for SwiGLU: (result, with `sums` its sum over rows)."""
+    scale, amax, kind, columns = (None, None, x.dtype, False) if into is None else into
     tile = TILES[of if dy is None else f"{of} backward"] if columns or sums else ROWS_ALONE
     x, m, f = x.contiguous(), x.shape[0], x.shape[1] // (2 if of == "swiglu" else 1)
     n, dy = (f, None) if dy is None else (x.shape[1], dy.contiguous())
@@ -314,19 +303,29 @@ def _run(
     parts = x.new_empty(grid[0], n, dtype=torch.float32) if sums else None
     tensors = dy, x, scale, rows, inverse, transposed, amax, parts
     _cast[grid](*tensors, m, f, OF=of, M=tile.rows, F=tile.columns, num_warps=tile.warps)
-    return Cast(rows, inverse, transposed, None if parts is None else parts.sum(0))
+    payload = Payload(rows, inverse, transposed, inverse if columns else None)
+    return rows if into is None else payload, None if parts is None else parts.sum(0)
 
 
 # ---- its uses: see kernels/plain.py ----------------------------------------------------------------------------------
 
-cast, gelu_cast, swiglu_cast = (partial(_run, of, None) for of in ("cast", "gelu", "swiglu"))
-gelu_backward_cast, swiglu_backward_cast = (partial(_run, of) for of in ("gelu", "swiglu"))
+
+def cast(x: Tensor, into: CastInto) -> Payload:
+    """Cast x [m, k] times a scale to FP8."""
+    return _run("cast", None, x, into)[0]
 
 
-def gelu_backward(dy: Tensor, x: Tensor, sums: bool = False) -> tuple[Tensor, Tensor | None]:
+def gelu_forward(x: Tensor, into: CastInto | None = None) -> Tensor | Payload:
+    """Compute GELU; torch's own kernel is one pass."""
+    return plain.gelu_forward(x) if into is None else _run("gelu", None, x, into)[0]
+
+
+def gelu_backward(
+    dy: Tensor, x: Tensor, sums: bool = False, into: CastInto | None = None
+) -> tuple[Tensor | Payload, Tensor | None]:
     """Compute dx from dy and the input x, all [..., f], and with `sums` its sum."""
-    dx = _run("gelu", dy.flatten(0, -2), x.flatten(0, -2), None, None, x.dtype, sums=sums)
-    return dx.rows.view_as(x), dx.sums
+    dx, total = _run("gelu", dy.flatten(0, -2), x.flatten(0, -2), into, sums)
+    return dx if isinstance(dx, Payload) else dx.view_as(x), total
 
 
 # ---- SwiGLU, rotary positions, dropout -------------------------------------------------------------------------------
@@ -355,16 +354,22 @@ def _swiglu_backward(dy, x, dx, f, BLOCK: tl.constexpr):
     tl.store(dx + row * 2 * f + f + columns, of_up, inside)
 
 
-def swiglu_forward(x: Tensor) -> Tensor:
+def swiglu_forward(x: Tensor, into: CastInto | None = None) -> Tensor | Payload:
     """Compute silu(gate) * up: [..., 2f] -> [..., f]."""
+    if into is not None:
+        return _run("swiglu", None, x, into)[0]
     x, f = x.contiguous(), x.shape[-1] // 2
     y = x.new_empty(*x.shape[:-1], f)
     _swiglu_forward[(y.numel() // f, triton.cdiv(f, 2048))](x, y, f, BLOCK=2048, num_warps=8)
     return y
 
 
-def swiglu_backward(dy: Tensor, x: Tensor, sums: bool = False) -> tuple[Tensor, Tensor | None]:
+def swiglu_backward(
+    dy: Tensor, x: Tensor, sums: bool = False, into: CastInto | None = None
+) -> tuple[Tensor | Payload, Tensor | None]:
     """Compute dx [..., 2f] from dy [..., f] and the input x, and with `sums` its sum."""
+    if into is not None:
+        return _run("swiglu", dy, x, into, sums)
     dy, x, f = dy.contiguous(), x.contiguous(), dy.shape[-1]
     dx = torch.empty_like(x)
     _swiglu_backward[(dy.numel() // f, triton.cdiv(f, 2048))](dy, x, dx, f, BLOCK=2048, num_warps=8)

@@ -15,6 +15,7 @@ around them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -22,8 +23,8 @@ import torch
 from torch import Tensor
 
 from minitron.comm.mesh import Axis
-from minitron.kernels import plain
-from minitron.kernels.param import Param
+from minitron.kernels.fp8_scales import KeptInFp8
+from minitron.kernels.param import Param, add_gradient
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ALONE = Axis.single()
@@ -81,6 +82,19 @@ def _join(stacked: Tensor, like: Tensor, dim: int) -> Tensor:
     return stacked.view(like.dtype)
 
 
+class CastInto(NamedTuple):
+    """How a kernel casts its result to FP8.
+
+    scale [1]: the factor before the cast. amax [1]: raised to the result's largest magnitude; None: it is not needed.
+    columns: cast the transpose, too.
+    """
+
+    scale: Tensor
+    amax: Tensor | None
+    kind: torch.dtype
+    columns: bool = False
+
+
 class Quantized(NamedTuple):
     """A layer's input that exists only as its FP8 cast. like: its shape and dtype, for autograd; it has no values."""
 
@@ -91,10 +105,8 @@ class Quantized(NamedTuple):
 class Activation(NamedTuple):
     """The activation of an MLP: functions of a module of kernels, by the contracts of kernels/plain.py."""
 
-    forward: Callable[..., Tensor]
-    backward: Callable[..., tuple[Tensor, Tensor | None]]
-    cast: Callable[..., plain.Cast]
-    backward_cast: Callable[..., plain.Cast]
+    forward: Callable[..., Any]
+    backward: Callable[..., tuple[Any, Tensor | None]]
 
     @classmethod
     def of(cls, ops: ModuleType, name: str) -> Activation:
@@ -105,14 +117,14 @@ class Activation(NamedTuple):
 class Gemm:
     """Products in the tensors' own format (bf16, fp16, fp32).
 
-    add_product: writes or adds a product to a gradient (kernels/plain.py has the contract).
+    add_product: writes or adds a product to a gradient (kernels/plain.py has the contract). kept: the scale of a weight
+    that the optimizer keeps as FP8 bytes.
     """
 
-    def __init__(self, add_product: Callable[..., None] = plain.add_product):
-        self.add_product = add_product
+    kept: KeptInFp8 | None = None
 
-    def adopt(self, weight: Param) -> None:
-        """Note what this format has to say of the weight of its layer; called when the layer is made."""
+    def __init__(self, add_product: Callable[..., None]):
+        self.add_product = add_product
 
     def quantize(self, x: Tensor, gathered: Axis = ALONE, *, columns: bool, record: bool) -> Payload:
         """Return the input x [m, k] of a layer as its products read it.
@@ -123,7 +135,7 @@ class Gemm:
         """
         return Payload(x)
 
-    def cast_before(self, record: bool) -> plain.CastInto | None:
+    def cast_before(self, record: bool) -> CastInto | None:
         """Tell the kernel that makes x how to cast it; None if x is not cast, or its scale not known beforehand."""
         return None
 
@@ -143,16 +155,7 @@ class Gemm:
 
     def weight_grad(self, weight: Param, dy: Payload, x: Payload) -> Tensor | None:
         """Add dW [n, k] = dy^T x to the weight's main_grad; without a slot return it."""
-        return self.add_gradient(weight, dy.rows, x.rows)
-
-    def add_gradient(self, weight: Param, dy: Tensor, x: Tensor) -> Tensor | None:
-        """Do as `weight_grad`, with matrices dy [m, n] and x [m, k] that no format has cast."""
-        slot = weight.slot
-        if slot is None:
-            return dy.t() @ x
-        self.add_product(slot.main_grad, dy, x, add=slot.begin())
-        slot.ready()
-        return None
+        return add_gradient(weight, partial(self.add_product, dy=dy.rows, x=x.rows))
 
     def prepare(self, weight: Tensor) -> None:
         """Make the weight's cast, if the format has one: before products are launched on several streams."""

@@ -1,15 +1,13 @@
-"""Every kernel of a run, chosen once: one object that is made when a run is built and handed down.
+"""Choose every kernel of a run once: attention, pointwise kernels, FP8 library, AdamW.
 
-Problem: a run chooses its attention, its pointwise kernels, its FP8 library and its AdamW. Choosing
-them once reports errors before the model is built, and lets all chunks of a model share one workspace. The idea:
-`choose` reads the configuration and the device, in one place; a layer gets a `Kernels` and does not test what a device
-can do.
+Choosing them here reports errors before the model is built, and all chunks of a model share one workspace. `choose`
+reads the configuration and the device. A layer gets the result, a `Kernels`, and does not test what a device can do.
 
     device   ops                     attention                    products             FP8
     cuda     fused (Triton)          cuDNN, flash, flash-attn,    torch, or apex       Transformer Engine, or torch
                                      fused (with dropout)
     cpu      plain (torch)           flash, reference             torch                torch
-    meta     meta (shapes alone)     shapes alone                 shapes alone         shapes alone: a dry run
+    meta     as on the CPU, with the shapes of the GPU's attention; planner/dryrun/kernels.py hides their temporaries
 """
 
 from __future__ import annotations
@@ -21,9 +19,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from minitron.config.schema import Config
-from minitron.kernels import attention, fp8, meta, plain
-from minitron.kernels.fp8_torch import TensorScaling
+from minitron.config.installed import pip_install
+from minitron.config.schema import Config, PrecisionConfig
+from minitron.kernels import attention, plain
+from minitron.kernels.fp8_torch import BlockScaling, TensorScaling
 from minitron.kernels.gemm import DTYPES, Gemm
 
 
@@ -32,56 +31,64 @@ class Kernels:
     """The kernels of a run.
 
     ops: the module of pointwise kernels, under the contract of kernels/plain.py. gemm: products in the model's own
-    format. adamw_: the optimizer's update. fp8: the casts and products of precision.fp8, None without it; one for the
-    whole run, since it may hold a workspace.
+    format. adamw_: the optimizer's update. fp8: the casts and products of precision.fp8, None without it. add_now: adds
+    the time on a GPU to a total (`fused.add_now`), None elsewhere.
     """
 
     attention: attention.Backend = attention.REFERENCE
     ops: ModuleType = plain
-    gemm: Gemm = field(default_factory=Gemm)
+    gemm: Gemm = field(default_factory=lambda: Gemm(plain.add_product))
     adamw_: Callable[..., None] = plain.adamw_
     fp8: TensorScaling | None = None
+    add_now: Callable[[Tensor, int], None] | None = None
 
     @property
     def names(self) -> str:
         """The chosen kernels, for the log."""
-        module = self.adamw_.__module__.removeprefix("minitron.kernels.").removesuffix("_adamw")
-        return f"attention: {self.attention.name}, kernels: {module}"
+        return f"attention: {self.attention.name}, kernels: {self.adamw_.__module__.rpartition('.')[2]}"
 
 
 PLAIN = Kernels()
 
 
 def choose(cfg: Config, device: torch.device | str) -> Kernels:
-    """Choose the kernels of a run. Raises ValueError if those asked for cannot run on this device."""
-    device, m = torch.device(device), cfg.model
-    backend = None
-    if cfg.precision.fp8 != "none":  # first: Transformer Engine cannot load behind torch's own cuDNN
-        backend = fp8.choose_backend(cfg.precision, device)
-    ops = choose_ops(device)
+    """Choose the kernels of a run. Raises ValueError if the configuration asks for one that cannot run on `device`."""
+    device, m, p = torch.device(device), cfg.model, cfg.parallel
+    # FP8 first: Transformer Engine cannot load after torch's own cuDNN.
+    backend = None if cfg.precision.fp8 == "none" else choose_fp8(cfg.precision, device)
+    ops, add_now = plain, None
+    if device.type == "cuda":
+        from minitron.kernels import fused
+
+        ops, add_now = fused, fused.add_now
     apex = choose_apex(cfg.train.kernels, device) or ops
-    dtype, p = DTYPES[cfg.precision.dtype], cfg.parallel
     places = dict(documents=cfg.data.separate_documents, ring=p.cp > 1 and p.cp_style != "ulysses")
+    dtype = DTYPES[cfg.precision.dtype]
     attend = attention.choose(m.attention, device, dtype, m.head_dim, m.attention_dropout, **places)
-    return Kernels(attend, ops, Gemm(apex.add_product), apex.adamw_, backend)
+    return Kernels(attend, ops, Gemm(apex.add_product), apex.adamw_, backend, add_now)
 
 
-def choose_ops(device: torch.device) -> ModuleType:
-    """Choose the pointwise kernels of a device: fused on CUDA, meta in a dry run, else plain."""
-    if device.type != "cuda":
-        return meta if device.type == "meta" else plain
-    from minitron.kernels import fused
+def choose_fp8(precision: PrecisionConfig, device: torch.device) -> TensorScaling:
+    """Choose the casts and products of precision.fp8. Raises ValueError if precision.fp8_backend cannot run here.
 
-    return fused
-
-
-def gpu_clock(device: torch.device) -> Callable[[Tensor, int], None] | None:
-    """Return what adds the time to a total on a GPU (`fused.add_now`); None elsewhere."""
-    if device.type != "cuda":
-        return None
-    from minitron.kernels.fused import add_now
-
-    return add_now
+    Call it before anything uses cuDNN. Some machines have two copies of cuDNN, torch's and the system's. Transformer
+    Engine fails to load there if torch has loaded its own.
+    """
+    block = precision.fp8 == "block"
+    if precision.fp8_backend == "te" and device.type != "meta":
+        if device.type != "cuda":
+            fix = "use precision.fp8_backend=torch or precision.fp8=none"
+            raise ValueError(f"precision.fp8_backend=te runs on CUDA devices, not on {device.type}; {fix}")
+        try:
+            from minitron.kernels import fp8_te
+        except (ImportError, OSError) as error:  # OSError: a CUDA library of another version was loaded before
+            fix = f"{pip_install('fp8', '--no-build-isolation')}, or use precision.fp8_backend=torch"
+            raise ValueError(f"precision.fp8_backend=te cannot load Transformer Engine ({error}); {fix}") from error
+        return fp8_te.BlockScaling() if block else fp8_te.TensorScaling()
+    if block and precision.fp8_backend == "torch" and device.type != "cpu":
+        fix = "use precision.fp8_backend=te, or precision.fp8=delayed or current"
+        raise ValueError(f"precision.fp8_backend=torch has blocks for CPUs only, where it checks them; {fix}")
+    return BlockScaling() if block else TensorScaling()
 
 
 def choose_apex(kernels: str, device: torch.device) -> ModuleType | None:

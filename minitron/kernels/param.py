@@ -19,11 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
+from minitron.comm.collectives import linear_map
 from minitron.comm.mesh import Axis
 from minitron.kernels.fp8_scales import KeptInFp8
 
@@ -95,24 +97,16 @@ class ParamSpec:
 
 
 class GradSlot:
-    """Where a parameter's gradient is accumulated: main_grad, a view into the optimizer's flat buffer of them.
+    """Where a parameter's gradient is accumulated.
 
-    overwrite: main_grad still holds the last step's gradient, which the next one replaces.
+    main_grad: a view into the optimizer's flat buffer of gradients. notify: tells the bucket that main_grad has one
+    gradient more. overwrite: main_grad still holds the last step's gradient, and the next gradient replaces it.
     """
 
-    __slots__ = ("main_grad", "overwrite", "_report")
+    __slots__ = ("main_grad", "notify", "overwrite")
 
-    def __init__(self, main_grad: Tensor, report: Callable[[], None]):
-        self.main_grad, self.overwrite, self._report = main_grad, True, report
-
-    def begin(self) -> bool:
-        """Tell whether a gradient is to be added or to replace main_grad; to be called once for each gradient."""
-        add, self.overwrite = not self.overwrite, False
-        return add
-
-    def ready(self) -> None:
-        """Report that a gradient is in main_grad, so that its bucket can be reduced."""
-        self._report()
+    def __init__(self, main_grad: Tensor, notify: Callable[[], None]):
+        self.main_grad, self.notify, self.overwrite = main_grad, notify, True
 
 
 def new_parameter(shape: tuple[int, ...], spec: ParamSpec, dtype: torch.dtype, device: torch.device) -> Param:
@@ -136,30 +130,26 @@ def named_params_of(module: nn.Module) -> Iterator[tuple[str, Param]]:
     return cast("Iterator[tuple[str, Param]]", module.named_parameters())
 
 
-def accumulate(param: Param, grad: Tensor) -> Tensor | None:
-    """Add `grad` to the parameter's main_grad and report it; without a slot return it, for autograd."""
+def add_gradient(param: Param, write: Callable[..., None]) -> Tensor | None:
+    """Add a gradient to the parameter's main_grad and notify its bucket. Without a slot return it, for autograd.
+
+    write(out, add=...) writes the gradient to `out`, or adds it.
+    """
     slot = param.slot
     if slot is None:
-        return grad.to(param.dtype)
-    if slot.begin():
-        slot.main_grad.add_(grad)
-    else:
-        slot.main_grad.copy_(grad)
-    slot.ready()
+        write(grad := torch.empty_like(param), add=False)
+        return grad
+    add, slot.overwrite = not slot.overwrite, False
+    write(slot.main_grad, add=add)
+    slot.notify()
     return None
 
 
-class _WithMainGrad(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, param: Param) -> Tensor:
-        ctx.param = param
-        return param.view_as(param)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor | None:
-        return accumulate(ctx.param, grad)
+def accumulate(param: Param, grad: Tensor) -> Tensor | None:
+    """Add `grad` to the parameter's main_grad as `add_gradient` does."""
+    return add_gradient(param, lambda out, add: out.add_(grad) if add else out.copy_(grad))
 
 
 def with_main_grad(param: Param) -> Tensor:
     """Return `param` for ordinary autograd operations; its gradient goes to main_grad. For small ones: biases."""
-    return param if param.slot is None else _WithMainGrad.apply(param)
+    return param if param.slot is None else linear_map(param, lambda p: p.view_as(p), partial(accumulate, param))

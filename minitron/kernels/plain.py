@@ -1,11 +1,11 @@
 """What lies between the GEMMs, in a few lines of torch each, for any device: the contract of kernels/fused.py.
 
 Each function is a whole forward or a whole backward, without autograd: the layers wrap a pair of them in an autograd
-function, and so decide what is kept. kernels/kernels.py chooses once, for a run, between this module, fused.py (Triton)
-and meta.py (dry runs), which have the same functions.
+function, and so decide what is kept. kernels/kernels.py chooses once, for a run, between this module and fused.py
+(Triton), which has the same functions. So has planner/dryrun/kernels.py, for dry runs.
 
     add_norm                     the sum of the residual stream and its norm   Zhang & Sennrich 2019, Ba et al. 2016
-    swiglu, gelu, _cast          activations; and with their FP8 casts         Shazeer 2020, Hendrycks & Gimpel 2016
+    swiglu, gelu                 activations                                   Shazeer 2020, Hendrycks & Gimpel 2016
     split_heads                  rotary positions, and the cut in q, k, v      Su et al. 2021
     merge_                       attention over two sets of keys               Milakov & Gimelshein 2018
     sum_parts                    partial sums of a product over ranks
@@ -28,31 +28,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minitron.kernels.gemm import CastInto, Payload
 from minitron.kernels.rng import drop_elements as drop_elements  # one of this module's functions
 
 Updated = Callable[[int], None]
 Rope = tuple[Tensor, Tensor]  # cos and sin, [s, b or 1, 1, d/2] float32
-
-
-class Cast(NamedTuple):
-    """An FP8 cast of x [m, k].
-
-    rows [m, k] and columns [k, m]: its values in both layouts. inverse [1]: the factor that takes the scale out. sums
-    [k] float32: x summed over its rows, for a bias's gradient. columns and sums are None if nobody asked for them.
-    """
-
-    rows: Tensor
-    inverse: Tensor
-    columns: Tensor | None
-    sums: Tensor | None = None
-
-
-class CastInto(NamedTuple):
-    """What a kernel needs to cast its result as `cast` does: scale [1], amax [1] or None, and the format."""
-
-    scale: Tensor
-    amax: Tensor | None
-    kind: torch.dtype
 
 
 # ---- residual and norm -----------------------------------------------------------------------------------------------
@@ -66,12 +46,12 @@ def add_norm(
     bias: Tensor | None,
     eps: float,
     into: CastInto | None = None,
-) -> tuple[Tensor, Tensor | Cast, Tensor]:
+) -> tuple[Tensor, Tensor | Payload, Tensor]:
     """Compute total = x + delta + delta_bias and its RMSNorm, or with `bias` its LayerNorm. Without delta total is x.
 
     x, delta [..., h]; the others [h]. Returns total and y [..., h] in x's dtype, y being the norm of the rounded total,
     and the statistics that the backward needs, float32: [1, ...] 1 / (root mean square), or [2, ...] 1 / (standard
-    deviation) and mean. into: return cast(y), rows alone, in the place of y.
+    deviation) and mean. into: return the cast of y in its place.
     """
     assert delta is not None or delta_bias is None
     total = x
@@ -86,7 +66,7 @@ def add_norm(
     y = centred * rstd.unsqueeze(-1) * weight.float()
     y = y if bias is None else y + bias.float()
     y, statistics = y.to(x.dtype), torch.stack([rstd, *means])
-    return total, y if into is None else cast(y.flatten(0, -2), *into, False), statistics
+    return total, _cast_if(y, into), statistics
 
 
 def add_norm_backward(
@@ -112,72 +92,55 @@ def add_norm_backward(
 
 # ---- activations -----------------------------------------------------------------------------------------------------
 # A backward returns the gradient dx of the input, and with `sums` dx summed over all dims but the last, in float32: the
-# gradient of the bias that made the input. A `_cast` casts what it computes, rounded to x's dtype, as `cast` does.
+# gradient of the bias that made the input. into: return the cast of the result, which is a matrix, in its place; the
+# result is rounded to x's dtype before.
 
 
-def swiglu_forward(x: Tensor) -> Tensor:
+def swiglu_forward(x: Tensor, into: CastInto | None = None) -> Tensor | Payload:
     """Compute silu(gate) * up, gate and up side by side: [..., 2f] -> [..., f]."""
     gate, up = x.chunk(2, -1)
-    return F.silu(gate) * up
+    return _cast_if(F.silu(gate) * up, into)
 
 
-def swiglu_backward(dy: Tensor, x: Tensor, sums: bool = False) -> tuple[Tensor, Tensor | None]:
+def swiglu_backward(
+    dy: Tensor, x: Tensor, sums: bool = False, into: CastInto | None = None
+) -> tuple[Tensor | Payload, Tensor | None]:
     """Compute dx [..., 2f] from dy [..., f] and the input x."""
     gate, up = x.chunk(2, -1)
     sigmoid = gate.sigmoid()
     silu = gate * sigmoid
     dx = torch.cat([dy * up * (sigmoid + silu * (1 - sigmoid)), dy * silu], -1)
-    return dx, sum_rows(dx) if sums else None
+    return _cast_if(dx, into), sum_rows(dx) if sums else None
 
 
-def swiglu_cast(x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype, columns: bool) -> Cast:
-    """Compute cast(swiglu_forward(x)): x [m, 2f] -> rows [m, f], columns [f, m]."""
-    return cast(swiglu_forward(x), scale, amax, kind, columns)
-
-
-def swiglu_backward_cast(
-    dy: Tensor, x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype, columns: bool, sums: bool = False
-) -> Cast:
-    """Compute cast(swiglu_backward(dy, x)): dy [m, f], x [m, 2f] -> rows [m, 2f], columns [2f, m]."""
-    return cast(swiglu_backward(dy, x)[0], scale, amax, kind, columns, sums)
-
-
-def gelu_forward(x: Tensor) -> Tensor:
+def gelu_forward(x: Tensor, into: CastInto | None = None) -> Tensor | Payload:
     """Compute GELU in the tanh form that GPT-2 and GPT-3 use."""
-    return F.gelu(x, approximate="tanh")
+    return _cast_if(F.gelu(x, approximate="tanh"), into)
 
 
-def gelu_backward(dy: Tensor, x: Tensor, sums: bool = False) -> tuple[Tensor, Tensor | None]:
+def gelu_backward(
+    dy: Tensor, x: Tensor, sums: bool = False, into: CastInto | None = None
+) -> tuple[Tensor | Payload, Tensor | None]:
     """Compute dx from dy and the input x, all [..., f]."""
     dx = torch.ops.aten.gelu_backward(dy, x, approximate="tanh")
-    return dx, sum_rows(dx) if sums else None
-
-
-def gelu_cast(x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype, columns: bool) -> Cast:
-    """Compute cast(gelu_forward(x)): x [m, f] -> rows [m, f], columns [f, m]."""
-    return cast(gelu_forward(x), scale, amax, kind, columns)
-
-
-def gelu_backward_cast(
-    dy: Tensor, x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype, columns: bool, sums: bool = False
-) -> Cast:
-    """Compute cast(gelu_backward(dy, x)): dy and x [m, f] -> rows [m, f], columns [f, m]."""
-    return cast(gelu_backward(dy, x)[0], scale, amax, kind, columns, sums)
+    return _cast_if(dx, into), sum_rows(dx) if sums else None
 
 
 # ---- FP8 casts -------------------------------------------------------------------------------------------------------
 
 
-def cast(x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype, columns: bool, sums: bool = False) -> Cast:
-    """Cast x [m, k] times scale [1] to the FP8 format `kind`.
-
-    amax [1], unless None, is raised to the largest magnitude of x. columns, sums: fill these fields of the cast, too.
-    """
+def cast(x: Tensor, into: CastInto) -> Payload:
+    """Cast x [m, k] times a scale to FP8."""
+    scale, amax, kind, columns = into
     if amax is not None:
         torch.maximum(amax, largest(x), out=amax)
     limit = torch.finfo(kind).max  # a float8 conversion does not saturate by itself
-    rows = (x.float() * scale).clamp(-limit, limit).to(kind)
-    return Cast(rows, scale.reciprocal(), transpose(rows) if columns else None, sum_rows(x) if sums else None)
+    rows, inverse = (x.float() * scale).clamp(-limit, limit).to(kind), scale.reciprocal()
+    return Payload(rows, inverse, transpose(rows), inverse) if columns else Payload(rows, inverse)
+
+
+def _cast_if(x: Tensor, into: CastInto | None) -> Tensor | Payload:
+    return x if into is None else cast(x.flatten(0, -2), into)
 
 
 def sum_rows(x: Tensor) -> Tensor:
@@ -253,10 +216,10 @@ def square_sum(x: Tensor) -> Tensor:
 def add_product(out: Tensor, dy: Tensor, x: Tensor, *, add: bool) -> None:
     """Write dy^T x to out [n, k], or `add` it; dy [m, n], x [m, k]. Without `add` out may hold NaN before.
 
-    out is float32, or bf16 for dy and x in bf16: the float32 sum, rounded once.
+    out is float32 or wider. Or it has the 16-bit format of dy and x, and gets the float32 sum, rounded once.
     """
-    if out.dtype == torch.float32:
-        out.addmm_(dy.t().float(), x.float(), beta=int(add))
+    if out.itemsize >= 4:
+        out.addmm_(dy.t().to(out.dtype), x.to(out.dtype), beta=int(add))
     else:
         product = dy.t().float() @ x.float()
         out.add_(product) if add else out.copy_(product)
@@ -332,7 +295,7 @@ def cast_master(master: Tensor, scale: Tensor, out: Tensor | None, amax: Tensor 
     if amax is not None:
         torch.maximum(amax, largest(rounded), out=amax)
     if out is not None:
-        values = cast(rounded, scale, None, out.dtype, columns=False).rows
+        values = cast(rounded, CastInto(scale, None, out.dtype)).rows
         out.view(torch.uint8).copy_(values.view(-1).view(torch.uint8))
 
 

@@ -210,7 +210,8 @@ class GPT(nn.Module):
         self.mesh, self.layout = mesh, layout
         with room_for("the embedding"):
             self.embedding = Embedding(cfg, layout) if first else None
-        self.fp8_state = Fp8State(cfg.precision, layers, m.num_layers, last, mesh, layout.kernels.fp8, layout.gemm)
+        gemms, frozen = (layout.kernels.fp8, layout.gemm), cfg.finetune.kind == "lora"
+        self.fp8_state = Fp8State(cfg.precision, layers, m.num_layers, last, mesh, *gemms, frozen)
         self.blocks = nn.ModuleDict()
         for i in layers:
             with room_for(f"block {i} of {m.num_layers}"):

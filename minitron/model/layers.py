@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from minitron.comm.collectives import linear_map
 from minitron.config.schema import RopeScaling
 from minitron.kernels import plain
-from minitron.kernels.fp8_torch import payload_of
-from minitron.kernels.gemm import Gemm, Payload, Quantized
+from minitron.kernels.gemm import CastInto, Gemm, Payload, Quantized
 from minitron.kernels.param import Param, accumulate, with_main_grad
-from minitron.kernels.plain import CastInto, Rope
+from minitron.kernels.plain import Rope
 from minitron.parallel.layout import Layout
 
 
@@ -57,7 +57,7 @@ class _AddNorm(torch.autograd.Function):
         total, y, statistics = ops.add_norm(x, delta, delta_bias, weight, bias, eps, into)
         cast = None
         if into is not None:
-            cast, y = payload_of(y), x.new_empty(()).expand_as(x)
+            cast, y = y, x.new_empty(()).expand_as(x)
         ctx.save_for_backward(total, statistics)
         ctx.params, ctx.summed, ctx.ops = (weight, bias, delta_bias), delta is not None, ops
         ctx.set_materialize_grads(False)  # nothing reads the last sum but its norm
@@ -120,17 +120,6 @@ def rope_tables(positions: Tensor, frequencies: Tensor) -> Rope:
     return angles.cos(), angles.sin()
 
 
-class _SplitHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, qkv: Tensor, sizes: tuple[int, int, int], rope: Rope, ops: ModuleType) -> Any:
-        ctx.rope, ctx.ops = rope, ops
-        return ops.split_heads(qkv.detach(), sizes, rope)
-
-    @staticmethod
-    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.ops.split_heads_backward((dq, dk, dv), ctx.rope), None, None, None
-
-
 def split_heads(qkv: Tensor, sizes: tuple[int, int, int], rope: Rope | None, ops: ModuleType) -> tuple[Tensor, ...]:
     """Split heads side by side into q, k, v, and rotate q and k: qkv [s, b, n + 2g, d], sizes (n, g, g).
 
@@ -138,5 +127,7 @@ def split_heads(qkv: Tensor, sizes: tuple[int, int, int], rope: Rope | None, ops
     """
     if rope is None:
         return qkv.split(sizes, 2)
-    power_of_two = qkv.shape[-1] & (qkv.shape[-1] - 1) == 0
-    return _SplitHeads.apply(qkv, sizes, rope, ops if power_of_two else plain)
+    if qkv.shape[-1] & (qkv.shape[-1] - 1):  # the fused kernel needs a power of 2
+        ops = plain
+    apply, adjoint = ops.split_heads, ops.split_heads_backward
+    return linear_map(qkv, lambda qkv: apply(qkv.detach(), sizes, rope), lambda *grads: adjoint(grads, rope))

@@ -36,6 +36,7 @@ from minitron.comm.collectives import gather_start
 from minitron.comm.handle import Handle
 from minitron.config.schema import Config
 from minitron.config.sizes import AdaptedRows, adapted
+from minitron.kernels.gemm import Payload
 from minitron.kernels.param import Param, Shard, named_params_of
 from minitron.kernels.rng import drop_by_name
 from minitron.model.gpt import GPT
@@ -58,8 +59,6 @@ def attach(model: GPT, cfg: Config) -> None:
     """Freeze the chunk's weights and give its layers the adapters that cfg.lora names."""
     model.requires_grad_(False)
     model.drops = model.drops or cfg.lora.dropout > 0
-    for gemm in model.fp8_state.gemms:
-        gemm.freeze()
     for layer, block in model.blocks.items():
         for site, (name, spans) in enumerate(adapted(cfg.model, cfg.lora.targets).items(), FIRST_SITE):
             if spans:
@@ -106,10 +105,10 @@ class Adapter(nn.Module):
 
     def add_gradient(self, factor: Param, dy: Tensor, x: Tensor) -> Tensor | None:
         """Add dy^T x to the factor's main_grad, now or in a BackwardWeight; without a slot return it."""
-        add, put_off = partial(self.gemm.add_gradient, factor, dy), self.linear.put_off
+        add, put_off = partial(self.gemm.weight_grad, factor, Payload(dy)), self.linear.put_off
         if not put_off.holding:
-            return add(x)
-        put_off.put(partial(Handle, x.detach()), add)
+            return add(Payload(x))
+        put_off.put(partial(Handle, Payload(x.detach())), add)
         return None
 
     def exchange(self, u: Tensor, *, forward: bool) -> Handle[Tensor]:

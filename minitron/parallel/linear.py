@@ -202,7 +202,6 @@ class ParallelLinear(nn.Module):
     def __init__(self, weight: Param, bias: Param | None, gemm: Gemm, layout: Layout, *, by_columns: bool):
         super().__init__()
         self.weight, self.bias = weight, bias
-        gemm.adopt(weight)
         self.linear = Linear(weight, bias if by_columns else None, gemm, layout.comm, layout.put_off, by_columns)
         self.adapter: nn.Module | None = None
 
@@ -232,7 +231,7 @@ class ColumnParallelLinear(ParallelLinear):
     ):
         shard = Shard(0, layout.axis, chunks)
         super().__init__(
-            layout.parameter((sum(chunks), in_features), shard, std=std),
+            layout.parameter((sum(chunks), in_features), shard, std=std, kept=gemm.kept),
             layout.parameter((sum(chunks),), shard) if bias else None,
             gemm,
             layout,
@@ -248,7 +247,9 @@ class RowParallelLinear(ParallelLinear):
 
     def __init__(self, in_features: int, out_features: int, layout: Layout, *, std: float, bias: bool, gemm: Gemm):
         super().__init__(
-            layout.parameter((out_features, in_features), Shard(1, layout.axis, (in_features,)), std=std),
+            layout.parameter(
+                (out_features, in_features), Shard(1, layout.axis, (in_features,)), std=std, kept=gemm.kept
+            ),
             layout.parameter((out_features,)) if bias else None,
             gemm,
             layout,

@@ -19,7 +19,7 @@ from minitron.comm import collectives
 from minitron.comm.collectives import all_reduce_
 from minitron.comm.mesh import Axis
 from minitron.kernels import plain
-from minitron.kernels.param import Param, Shard
+from minitron.kernels.param import Param, Shard, add_gradient
 from minitron.parallel.layout import Layout
 
 
@@ -36,15 +36,12 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (ids,), table = ctx.saved_tensors, ctx.table
-        slot = table.slot
-        if slot is None:
-            return None, ctx.ops.add_rows_(torch.zeros_like(table), ids, ctx.first, dy, ctx.in_order), None, None, None
-        if not slot.begin():
-            slot.main_grad.zero_()
-        ctx.ops.add_rows_(slot.main_grad, ids, ctx.first, dy, ctx.in_order)
-        slot.ready()
-        return None, None, None, None, None
+        (ids,) = ctx.saved_tensors
+
+        def write(out: Tensor, add: bool) -> None:
+            ctx.ops.add_rows_(out if add else out.zero_(), ids, ctx.first, dy, ctx.in_order)
+
+        return None, add_gradient(ctx.table, write), None, None, None
 
 
 def lookup(ids: Tensor, table: Param, first: int, ops: ModuleType, in_order: bool = False) -> Tensor:

@@ -19,13 +19,13 @@ from torch import nn
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import PrecisionConfig
 from minitron.kernels import attention, plain
-from minitron.kernels.fp8 import BlockGemm, Fp8Gemm, choose_backend
+from minitron.kernels.fp8 import Fp8Gemm
 from minitron.kernels.fp8_scales import ROLES, DelayedScaling
 from minitron.kernels.fp8_torch import Operand, dequantize
-from minitron.kernels.gemm import Gemm
-from minitron.kernels.kernels import Kernels
+from minitron.kernels.gemm import CastInto, Gemm, Payload
+from minitron.kernels.kernels import Kernels, choose_fp8
 from minitron.kernels.param import GradSlot, ParamSpec
-from minitron.kernels.plain import AdamHyper, AdamState, CastInto
+from minitron.kernels.plain import AdamHyper, AdamState
 from minitron.kernels.rng import AttentionDropout
 from minitron.optim.buckets import Gradients
 from minitron.parallel.vocab import lookup
@@ -111,10 +111,10 @@ def test_swiglu(fused, close):
 
 FORMULAS = {
     "cast": lambda dy, x: x,
-    "gelu_cast": lambda dy, x: plain.gelu_forward(x),
-    "swiglu_cast": lambda dy, x: plain.swiglu_forward(x),
-    "gelu_backward_cast": lambda dy, x: plain.gelu_backward(dy, x)[0],
-    "swiglu_backward_cast": lambda dy, x: plain.swiglu_backward(dy, x)[0],
+    "gelu_forward": lambda dy, x: plain.gelu_forward(x),
+    "swiglu_forward": lambda dy, x: plain.swiglu_forward(x),
+    "gelu_backward": lambda dy, x: plain.gelu_backward(dy, x)[0],
+    "swiglu_backward": lambda dy, x: plain.swiglu_backward(dy, x)[0],
 }
 
 
@@ -123,20 +123,20 @@ def test_casts(fused, close, name):
     """Rows, columns and sums; the scale leaves room for products of three normal numbers."""
     m, gated, backward = rows_of(WIDTH), "swiglu" in name, "backward" in name
     x, dy = randn(m, WIDTH * (1 + gated)), randn(m, WIDTH, seed=1)
-    scale, amax, sums = torch.tensor([448 / 256], device=GPU), torch.zeros(1, device=GPU), backward or name == "cast"
-    inputs = (dy, x) if backward else (x,)
-    cast = getattr(fused, name)(*inputs, scale, amax, E4M3, True, **({"sums": True} if sums else {}))
+    scale, amax = torch.tensor([448 / 256], device=GPU), torch.zeros(1, device=GPU)
+    into = CastInto(scale, amax, E4M3, columns=True)
+    cast, sums = getattr(fused, name)(dy, x, True, into) if backward else (getattr(fused, name)(x, into), None)
     rows = chosen(m, cast.rows.shape[1])
     expected = FORMULAS[name](take64(dy, rows), take64(x, rows))
-    values = take(cast.rows, rows).double() * cast.inverse.double()
+    values = take(cast.rows, rows).double() * cast.rows_scale.double()
     close(values, expected, IN_E4M3, floor=float(2.0**-10 / scale / expected.abs().max()))  # of its smallest number
     assert torch.equal(take(cast.columns.view(torch.uint8).t(), rows), take(cast.rows.view(torch.uint8), rows))
     assert amax >= (1 - BF16) * expected.abs().max()
-    if sums:
+    if sums is not None:
         some = [0, WIDTH // 2, WIDTH - 1]
         places = [*some, *(WIDTH + i for i in some)] if gated else some
         of_columns = FORMULAS[name](columns64(dy, some), columns64(x, places)).bfloat16().double().sum(0)
-        close(cast.sums[places], of_columns, 0, floor=1e-3)  # a value near a tie is rounded one way or the other
+        close(sums[places], of_columns, 0, floor=1e-3)  # a value near a tie is rounded one way or the other
 
 
 @pytest.mark.parametrize("layer_norm", [False, True])
@@ -338,7 +338,7 @@ def test_buckets(fused, close, dtype):
     gradients.begin_backward(0, first=True, last=True)
     x, dy = randn(16, h, seed=1), randn(16, len(layer.large), seed=2)
     for weight, width in ((layer.large, len(layer.large)), (layer.small, 8)):
-        assert kernels.gemm.add_gradient(weight, dy[:, :width], x) is None
+        assert kernels.gemm.weight_grad(weight, Payload(dy[:, :width]), Payload(x)) is None
     gradients.finish()
     rounding = BF16 if dtype == torch.bfloat16 else FP32
     close(take(layer.large.slot.main_grad, kept), take64(dy.t(), kept) @ x.double(), rounding)
@@ -441,12 +441,12 @@ def test_our_attention_within_documents_of_one_long_sample(close, p):
 
 def fp8_gemm(recipe):
     pytest.importorskip("transformer_engine", reason="needs Transformer Engine")
-    backend, scaling = choose_backend(PrecisionConfig(fp8=recipe), GPU), None
+    backend, scaling = choose_fp8(PrecisionConfig(fp8=recipe), GPU), None
     if recipe == "delayed":
         scaling = DelayedScaling(ROLES, (), GPU)
         scaling.history[0] = 8.0
         scaling.follow_history()
-    return (BlockGemm if recipe == "block" else Fp8Gemm)(backend, torch.bfloat16, scaling)
+    return Fp8Gemm(backend, torch.bfloat16, scaling)
 
 
 def stands_for(data, scale, rows, tiled=False):

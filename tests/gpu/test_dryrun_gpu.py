@@ -10,7 +10,7 @@ from layouts import config
 
 if torch.cuda.is_available() and find_spec(
     "transformer_engine"
-):  # before torch's cuDNN: minitron.kernels.fp8.choose_backend
+):  # before torch's cuDNN: minitron.kernels.kernels.choose_fp8
     import transformer_engine.pytorch  # noqa: F401
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

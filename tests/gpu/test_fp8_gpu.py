@@ -12,13 +12,14 @@ from minitron.config import rules
 from minitron.config.schema import PrecisionConfig
 from minitron.data.loader import Loader
 from minitron.kernels import fp8_torch
-from minitron.kernels.fp8 import BlockGemm, Fp8Gemm, choose_backend
+from minitron.kernels.fp8 import Fp8Gemm
 from minitron.kernels.fp8_torch import Operand
+from minitron.kernels.kernels import choose_fp8
 from minitron.testing import assert_close_rel
 from minitron.train import build
 
 INSTALLED = torch.cuda.is_available() and find_spec("transformer_engine") is not None
-if INSTALLED:  # now, before another test file has torch load its cuDNN: see minitron.kernels.fp8.choose_backend
+if INSTALLED:  # now, before another test file has torch load its cuDNN: see minitron.kernels.kernels.choose_fp8
     import transformer_engine.pytorch  # noqa: F401
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -34,7 +35,7 @@ def randn(seed, *shape):
 
 def backends(recipe):
     twin = fp8_torch.BlockScaling() if recipe == "block" else fp8_torch.TensorScaling()
-    return choose_backend(PrecisionConfig(fp8=recipe), GPU), twin
+    return choose_fp8(PrecisionConfig(fp8=recipe), GPU), twin
 
 
 def given(recipe, top):
@@ -84,7 +85,7 @@ def test_products_equal_those_of_what_the_casts_stand_for(recipe):
         )
         assert torch.equal(backend.transpose(x8.rows).view(torch.uint8), x8.rows.view(torch.uint8).t())
         # one rounding to bf16 of the result; float32 sums in another order, in FP8 tensor cores with fewer bits
-        gemm = (BlockGemm if recipe == "block" else Fp8Gemm)(backend, torch.bfloat16)
+        gemm = Fp8Gemm(backend, torch.bfloat16)
         gemm._weight = w8
         y = gemm.forward(x8, w)
         assert_close_rel(y.float(), value(rows[0]) @ value(rows[1]).t(), 3e-3, "y")

@@ -14,7 +14,7 @@ from minitron.testing import assert_close_rel
 from minitron.train import build
 
 INSTALLED = torch.cuda.is_available() and find_spec("transformer_engine") is not None
-if INSTALLED:  # now, before another test file has torch load its cuDNN: see minitron.kernels.fp8.choose_backend
+if INSTALLED:  # now, before another test file has torch load its cuDNN: see minitron.kernels.kernels.choose_fp8
     import transformer_engine.pytorch  # noqa: F401
 
     from minitron.kernels import fp8_te

@@ -20,7 +20,7 @@ from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config
 from minitron.data.loader import Loader
 from minitron.kernels import kernels, plain
-from minitron.kernels.gemm import Gemm
+from minitron.kernels.gemm import Gemm, Payload
 from minitron.kernels.kernels import choose_apex
 from minitron.kernels.param import GradSlot
 from minitron.kernels.plain import AdamHyper, AdamState
@@ -179,12 +179,12 @@ def test_weight_gradient(apex, dtype, grad_dtype, transposed):
         if transposed:
             dy, x = (t.t().contiguous().t() for t in (dy, x))
         for w, gemm in zip(weights, gemms):
-            assert gemm.add_gradient(w, dy, x) is None and not w.slot.overwrite
+            assert gemm.weight_grad(w, Payload(dy), Payload(x)) is None and not w.slot.overwrite
         assert_close_rel(*(w.slot.main_grad.float() for w in weights), 1e-6)
     assert len(reports) == 6 and fake.products == (0 if dtype == torch.float32 else 2)  # the first one overwrites
     bare = torch.nn.Parameter(randn(n, k).to(dtype))
     bare.slot = None
-    assert torch.equal(gemms[0].add_gradient(bare, dy, x), dy.t() @ x)
+    assert torch.equal(gemms[0].weight_grad(bare, Payload(dy), Payload(x)), dy.t() @ x)
 
 
 def losses(cfg):

@@ -12,11 +12,12 @@ from minitron.comm.mesh import Axis, Mesh
 from minitron.config import rules
 from minitron.config.schema import PrecisionConfig
 from minitron.data.loader import Loader
-from minitron.kernels import fp8_torch
-from minitron.kernels.fp8 import Fp8Gemm, Fp8State, Fp8States, choose_backend
+from minitron.kernels import fp8_torch, plain
+from minitron.kernels.fp8 import Fp8Gemm, Fp8State, Fp8States
 from minitron.kernels.fp8_scales import HISTORY, KINDS, DelayedScaling, WeightScales, advance, limit, scale_of
 from minitron.kernels.fp8_torch import Operand
 from minitron.kernels.gemm import Gemm
+from minitron.kernels.kernels import choose_fp8
 from minitron.kernels.param import GradSlot
 from minitron.parallel.layout import Layout
 from minitron.parallel.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
@@ -43,7 +44,9 @@ def precision(recipe: str, **keys) -> PrecisionConfig:
 
 def state_of(recipe: str, mesh: Mesh) -> Fp8State:
     """Those of a model of one block."""
-    return Fp8State(precision(recipe), range(1), 1, False, mesh, choose_backend(precision(recipe), CPU), Gemm())
+    return Fp8State(
+        precision(recipe), range(1), 1, False, mesh, choose_fp8(precision(recipe), CPU), Gemm(plain.add_product)
+    )
 
 
 def values(payload, columns: bool = False) -> torch.Tensor:
@@ -124,7 +127,7 @@ def two_layers(recipe, tp, by, sequence_parallel, recompute):
 
 def plain_two_layers(recipe, tp):
     """The same on whole tensors in float32, from casts as the design says they are made."""
-    backend = choose_backend(precision(recipe), CPU)
+    backend = choose_fp8(precision(recipe), CPU)
     cast = lambda t, role: backend.cast(t.bfloat16(), role, Axis.single(), None, None, columns=True)
     x, dy = cast(randn("x", S, B, H).flatten(0, 1), "x"), cast(randn("dy", S, B, H).flatten(0, 1), "dy")
     y, dx, dw1, dw2 = 0, 0, [], []
@@ -462,12 +465,12 @@ def test_histories_are_all_that_a_run_needs_to_go_on():
 
 def test_transformer_engine_needs_a_gpu():
     with pytest.raises(ValueError, match="fp8_backend=te runs on CUDA devices, not on cpu; use .*=torch or"):
-        choose_backend(PrecisionConfig(fp8="current"), CPU)
+        choose_fp8(PrecisionConfig(fp8="current"), CPU)
 
 
 def test_blocks_on_a_gpu_need_transformer_engine():
     with pytest.raises(ValueError, match="=torch has blocks for CPUs only.*use precision.fp8_backend=te, or"):
-        choose_backend(precision("block"), torch.device("cuda"))
+        choose_fp8(precision("block"), torch.device("cuda"))
 
 
 def test_transformer_engine_that_is_not_installed(monkeypatch):
@@ -475,4 +478,4 @@ def test_transformer_engine_that_is_not_installed(monkeypatch):
     monkeypatch.delitem(sys.modules, "minitron.kernels.fp8_te", raising=False)
     message = r"cannot load Transformer Engine \(.*\); \S+ -m pip install .*\[fp8\]\'?, or use .*=torch"
     with pytest.raises(ValueError, match=message):
-        choose_backend(PrecisionConfig(fp8="current"), torch.device("cuda"))
+        choose_fp8(PrecisionConfig(fp8="current"), torch.device("cuda"))

@@ -8,18 +8,19 @@ import pytest
 import torch
 
 from minitron.kernels import plain
+from minitron.kernels.gemm import CastInto
 from minitron.testing import assert_close_rel
 from triton_cpu import compile_kernel, needs_triton, run_interpreted
 
 pytestmark = needs_triton
 SCALES = {torch.float8_e4m3fn: 1.0, torch.float8_e5m2: 100.0}
-# by what the kernel does: the function of kernels/plain.py, its inputs (x has m x n numbers), and whether it can sum
+# by what the kernel does: the function of kernels/plain.py
 CASTS = {
-    "cast": ("cast", False, True),
-    "gelu": ("gelu_cast", False, False),
-    "gelu backward": ("gelu_backward_cast", True, True),
-    "swiglu": ("swiglu_cast", False, False),
-    "swiglu backward": ("swiglu_backward_cast", True, True),
+    "cast": "cast",
+    "gelu": "gelu_forward",
+    "gelu backward": "gelu_backward",
+    "swiglu": "swiglu_forward",
+    "swiglu backward": "swiglu_backward",
 }
 
 
@@ -34,13 +35,19 @@ def randn(seed, *shape, dtype):
 def inputs_of(of, m, f, dtype):
     """x, or dy and x."""
     x = randn(0, m, 2 * f if of.startswith("swiglu") else f, dtype=dtype)
-    return (randn(1, m, f, dtype=dtype), x) if CASTS[of][1] else (x,)
+    return (randn(1, m, f, dtype=dtype), x) if "backward" in of else (x,)
+
+
+def cast_and_sums(ops, of, inputs, into, sums):
+    """What one module makes of them; a backward alone can sum."""
+    function = getattr(ops, CASTS[of])
+    return function(*inputs, sums, into) if "backward" in of else (function(*inputs, into), None)
 
 
 def interpreted():
     from minitron.kernels import fused
 
-    for of, (name, _, can_sum) in CASTS.items():
+    for of, name in CASTS.items():
         for m, f, kind, dtype, columns, sums in [
             (16, 48, torch.float8_e4m3fn, torch.float32, False, False),
             (5, 2100, torch.float8_e5m2, torch.float32, False, False),  # over several tiles of rows alone
@@ -49,26 +56,28 @@ def interpreted():
             (70, 64, torch.float8_e5m2, torch.float32, False, True),
         ]:
             inputs, scale = inputs_of(of, m, f, dtype), torch.tensor([SCALES[kind]])
-            what, more = f"{name} {m} x {f}", (sums,) if can_sum else ()
+            what = f"{name} {m} x {f}"
             amax = [torch.full((1,), 0.5) for _ in range(2)]
-            mine, twin = (
-                getattr(ops, name)(*inputs, scale, top, kind, columns, *more) for ops, top in zip((fused, plain), amax)
+            (mine, total), (twin, wanted) = (
+                cast_and_sums(ops, of, inputs, CastInto(scale, top, kind, columns), sums)
+                for ops, top in zip((fused, plain), amax)
             )
             # a last bit of exp, and after it now and then another float16 value
             assert_close_rel(*amax, 4e-3, what)
-            assert torch.equal(mine.inverse, twin.inverse)
+            assert torch.equal(mine.rows_scale, twin.rows_scale)
             ours, theirs = mine.rows.float(), twin.rows.float()
             # torch rounds between its steps, and below -5 its tanh is -1 and its GELU 0
             away = (ours - theirs).abs() - (1e-5 if dtype == torch.float32 else 1e-2) * SCALES[kind]
             assert ours.shape == theirs.shape and (away > 0).float().mean() < 0.1, what
             assert (away <= 0.5 * theirs.abs() + torch.finfo(kind).smallest_normal).all(), what
-            exact = (getattr(ops, name)(*inputs, scale, None, torch.float32, False) for ops in (fused, plain))
+            wide = CastInto(scale, None, torch.float32)
+            exact = (cast_and_sums(ops, of, inputs, wide, False)[0] for ops in (fused, plain))
             assert_close_rel(*(cast.rows for cast in exact), 1e-6 if dtype == torch.float32 else 1e-3, what)
-            assert (mine.columns is not None) == columns and (mine.sums is not None) == bool(can_sum and sums)
+            assert (mine.columns is not None) == columns and (total is None) == (wanted is None)
             if columns:
                 assert torch.equal(mine.columns.view(torch.uint8), mine.rows.view(torch.uint8).t()), what
-            if mine.sums is not None:
-                assert_close_rel(mine.sums, twin.sums, 1e-6 if dtype == torch.float32 else 1e-3, what)
+            if total is not None:
+                assert_close_rel(total, wanted, 1e-6 if dtype == torch.float32 else 1e-3, what)
     for layer_norm, delta, kind in (
         (True, True, torch.float8_e4m3fn),
         (False, True, torch.float8_e5m2),
@@ -91,13 +100,13 @@ def norms(layer_norm, delta, kind):
     inputs = x, *summed, weight, randn(4, 72, dtype=torch.float16) if layer_norm else None, 1e-5
     amax = [torch.full((1,), 0.5) for _ in range(3)]
     total, y, statistics = fused.add_norm(*inputs)
-    expected = fused.cast(y.flatten(0, -2), scale, amax[0], kind, False)
-    mine, cast, found = fused.add_norm(*inputs, plain.CastInto(scale, amax[1], kind))
+    expected = fused.cast(y.flatten(0, -2), CastInto(scale, amax[0], kind))
+    mine, cast, found = fused.add_norm(*inputs, CastInto(scale, amax[1], kind))
     assert torch.equal(mine, total) and torch.equal(found, statistics) and cast.columns is None
     assert torch.equal(cast.rows.view(torch.uint8), expected.rows.view(torch.uint8))
-    assert torch.equal(cast.inverse, expected.inverse) and torch.equal(amax[0], amax[1])
-    twin = plain.add_norm(*inputs, plain.CastInto(scale, amax[2], torch.float32))
-    exact = fused.add_norm(*inputs, plain.CastInto(scale, None, torch.float32))[1]
+    assert torch.equal(cast.rows_scale, expected.rows_scale) and torch.equal(amax[0], amax[1])
+    twin = plain.add_norm(*inputs, CastInto(scale, amax[2], torch.float32))
+    exact = fused.add_norm(*inputs, CastInto(scale, None, torch.float32))[1]
     assert_close_rel(exact.rows, twin[1].rows, 1e-3, "norm and cast")
     assert_close_rel(amax[1], amax[2], 1e-3, "amax")
 

@@ -14,7 +14,7 @@ from minitron.comm.mesh import Mesh
 from minitron.config import rules
 from minitron.config.schema import Config
 from minitron.data.loader import Loader
-from minitron.kernels import fp8_torch
+from minitron.kernels import fp8_torch, plain
 from minitron.kernels.gemm import Gemm
 from minitron.kernels.rng import dropout, token_keys
 from minitron.model.lora import FIRST_SITE, Adapter, adapted
@@ -45,7 +45,7 @@ def test_the_formula(targets, p):
     cfg, generator = config(LLAMA, lora(*targets, dropout=p, alpha=6.0)), torch.Generator().manual_seed(0)
     layout, m = Layout(dtype=torch.float64), cfg.model
     name, spans = next((n, s) for n, s in adapted(m, targets).items() if s)
-    make = dict(std=1.0, bias=False, gemm=Gemm())
+    make = dict(std=1.0, bias=False, gemm=Gemm(plain.add_product))
     linear = (
         ColumnParallelLinear(32, (32, 16, 16), layout, **make)
         if name == "attention.qkv"

@@ -16,7 +16,9 @@ from minitron.data.loader import Loader
 from minitron.kernels import plain
 from minitron.kernels.fp8 import Fp8Gemm
 from minitron.kernels.fp8_scales import DelayedScaling, WeightScales, advance
+from minitron.kernels.gemm import CastInto
 from minitron.optim.buckets import Gradients
+from minitron.parallel.linear import ParallelLinear
 from minitron.planner.dryrun import dryrun
 from minitron.train import build
 from test_invariance import axes
@@ -43,7 +45,7 @@ def train(cfg, bucket_bytes=None, broken_step=None):
     rules.check(cfg, mesh_of(cfg).world.size)
     with pytest.MonkeyPatch.context() as patch:
         if not cfg.precision.fp8_params:  # the same buckets: sums of three and more ranks depend on a gradient's place
-            patch.setattr(Fp8Gemm, "adopt", in_buckets_of_their_own)
+            patch.setattr(ParallelLinear, "__init__", in_buckets_of_their_own(ParallelLinear.__init__))
         if bucket_bytes is not None:
             patch.setattr(Gradients, "__init__", partial_init(Gradients.__init__, bucket_bytes))
         trainer = build(cfg, mesh_of(cfg))
@@ -75,8 +77,13 @@ def train(cfg, bucket_bytes=None, broken_step=None):
     return figures, masters, histories, params
 
 
-def in_buckets_of_their_own(_, weight):
-    weight.spec = replace(weight.spec, decay=2)  # which is as true as True, and another key
+def in_buckets_of_their_own(original):
+    def init(self, weight, bias, gemm, *args, **kwargs):
+        if isinstance(gemm, Fp8Gemm):
+            weight.spec = replace(weight.spec, decay=2)  # which is as true as True, and another key
+        original(self, weight, bias, gemm, *args, **kwargs)
+
+    return init
 
 
 def partial_init(original, bucket_bytes):
@@ -231,7 +238,7 @@ def test_a_master_is_cast_as_the_bf16_weight_would_be():
     master = torch.randn(4000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-4, 1, 4000)
     scale, amax, out = torch.tensor([20.0]), torch.zeros(1), torch.zeros(4000, dtype=torch.uint8).view(E4M3)
     plain.cast_master(master, scale, out, amax)
-    values = plain.cast(master.bfloat16().view(40, 100), scale, None, E4M3, False).rows
+    values = plain.cast(master.bfloat16().view(40, 100), CastInto(scale, None, E4M3)).rows
     assert torch.equal(out.view(torch.uint8), values.view(torch.uint8).flatten())
     assert amax == master.bfloat16().float().abs().max() and out.float().abs().max() == 448  # which 20 times 24 exceeds
     direct = (master * scale).clamp(-448, 448).to(E4M3)

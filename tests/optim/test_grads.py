@@ -416,7 +416,7 @@ def test_a_parameter_that_never_reports_is_named():
     toy.gradients.begin_backward(0, first=True, last=True)
     for param in toy.chunks[0].parameters():
         for _ in range(param.spec.uses - (param.spec.name == "block0.norm")):
-            param.slot.ready()
+            param.slot.notify()
     with pytest.raises(AssertionError, match="no gradient came for block0.norm$"):
         toy.gradients.finish()
 
@@ -425,7 +425,7 @@ def test_a_tied_weight_reports_both_of_its_uses():
     toy = Toy(Mesh.offline())
     toy.gradients.begin_backward(0, first=True, last=True)
     for param in toy.chunks[0].parameters():
-        param.slot.ready()
+        param.slot.notify()
     with pytest.raises(AssertionError, match=f"no gradient came for {re.escape(TIED)}$"):
         toy.gradients.finish()
 
@@ -433,11 +433,11 @@ def test_a_tied_weight_reports_both_of_its_uses():
 def test_a_parameter_that_reports_too_often_is_named():
     toy = Toy(Mesh.offline())
     norm = next(p for p in toy.chunks[0].parameters() if p.spec.name == "block0.norm")
-    norm.slot.ready()  # before the last backward nobody counts
+    norm.slot.notify()  # before the last backward nobody counts
     toy.gradients.begin_backward(0, first=True, last=True)
-    norm.slot.ready()
+    norm.slot.notify()
     with pytest.raises(AssertionError, match="block0.norm reported more gradients than its uses=1"):
-        norm.slot.ready()
+        norm.slot.notify()
 
 
 class OneByOne(ProcessGroupSlices):

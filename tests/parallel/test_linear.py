@@ -10,10 +10,10 @@ from torch import nn
 import minitron
 from minitron.comm.mesh import Axis, Mesh
 from minitron.config.schema import PrecisionConfig
-from minitron.kernels import fp8 as fp8_module
 from minitron.kernels import fp8_torch, plain
-from minitron.kernels.fp8 import Fp8State, choose_backend
+from minitron.kernels.fp8 import Fp8State
 from minitron.kernels.gemm import Gemm
+from minitron.kernels.kernels import choose_fp8
 from minitron.kernels.param import GradSlot
 from minitron.parallel.layout import Layout
 from minitron.parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -43,7 +43,7 @@ def gemms_of(fp8: str, add_product):
     if fp8 == "none":
         return lambda: Gemm(add_product)
     precision, mesh = PrecisionConfig(fp8=fp8, fp8_backend="torch"), Mesh.offline()
-    state = Fp8State(precision, range(1), 1, False, mesh, choose_backend(precision, mesh.device), Gemm(add_product))
+    state = Fp8State(precision, range(1), 1, False, mesh, choose_fp8(precision, mesh.device), Gemm(add_product))
     return lambda: state.gemm(0)
 
 
@@ -51,8 +51,8 @@ def gemms_of(fp8: str, add_product):
 @pytest.mark.parametrize("bias", [False, True])
 def test_three_calls_forward_and_four_backward(monkeypatch, fp8, bias):
     chains = []
-    for module, name in (torch, "mm"), (torch, "addmm"), (fp8_module, "scaled_mm"), (fp8_torch, "scaled_mm"):
-        monkeypatch.setattr(module, name, spy(getattr(module, name), chains))
+    for owner, name in (torch, "mm"), (torch, "addmm"), (fp8_torch.TensorScaling, "multiply"):
+        monkeypatch.setattr(owner, name, spy(getattr(owner, name), chains))
     make = gemms_of(fp8, spy(plain.add_product, chains))
     layout = Layout(ProcessGroupComm(Axis.single()), dtype=torch.bfloat16)
     layers = (

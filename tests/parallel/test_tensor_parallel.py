@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from layouts import Pieces
 from minitron.comm.mesh import Axis, Mesh
+from minitron.kernels import plain
 from minitron.kernels.gemm import DTYPES, Gemm
 from minitron.kernels.param import GradSlot, Shard, with_main_grad
 from minitron.model.layers import Norm, Residual
@@ -49,8 +50,8 @@ def two_layers(tp, sequence_parallel, by, dtype, main_grad, recompute_input):
     mesh = Mesh.create(tp=tp)
     dtype = DTYPES[dtype]
     layout = Layout(by(mesh.tp), dtype=dtype)
-    column = ColumnParallelLinear(H, CHUNKS, layout, std=0.1, bias=True, gemm=Gemm())
-    row = RowParallelLinear(sum(CHUNKS), H, layout, std=0.1, bias=True, gemm=Gemm())
+    column = ColumnParallelLinear(H, CHUNKS, layout, std=0.1, bias=True, gemm=Gemm(plain.add_product))
+    row = RowParallelLinear(sum(CHUNKS), H, layout, std=0.1, bias=True, gemm=Gemm(plain.add_product))
     params = {"w1": column.weight, "b1": column.bias, "w2": row.weight, "b2": row.bias}
     for name, shape in (("w1", (sum(CHUNKS), H)), ("b1", (sum(CHUNKS),)), ("w2", (H, sum(CHUNKS))), ("b2", (H,))):
         _set(params[name], _full(name, *shape, dtype=dtype))
@@ -207,7 +208,7 @@ def test_gradients_of_many_microbatches_add_up_in_float32():
     Rounded to bf16 each, they would be off by 2^-9 of one, which is 2e-4 of a sum of 64.
     """
     layout = Layout(dtype=torch.bfloat16)
-    linear = ColumnParallelLinear(H, CHUNKS, layout, std=0.1, bias=True, gemm=Gemm())
+    linear = ColumnParallelLinear(H, CHUNKS, layout, std=0.1, bias=True, gemm=Gemm(plain.add_product))
     words, norm = VocabParallelEmbedding(V, H, layout, std=0.1), Norm(H, 1e-5, layout, bias=True)
     params = {
         "weight": linear.weight,

@@ -18,7 +18,7 @@ from layouts import GPT3, LLAMA, config, mesh_of
 from minitron.comm.mesh import Mesh
 from minitron.config import cli
 from minitron.config.schema import FinetuneConfig
-from minitron.kernels import kernels, meta, plain
+from minitron.kernels import kernels, plain
 from minitron.pipeline.schedule import Exchange, Forward, Operation, make
 from minitron.planner.dryrun import dryrun, repeats
 from minitron.planner.dryrun.dryrun import (
@@ -268,7 +268,7 @@ def test_a_configuration_is_checked_first():
 )
 def test_memory_is_that_of_a_run_on_a_real_device(monkeypatch, base, changes):
     """The same kernels on a CPU and on meta: every action reaches the same number of bytes."""
-    monkeypatch.setattr(kernels, "choose_ops", lambda device: plain)
+    monkeypatch.setattr(dryrun.kernels, "choose", lambda cfg: kernels.choose(cfg, "meta"))
     cfg = config(base, dict(model=dict(attention="reference")), changes)
     real, dry = dryrun.walk_step(cfg, Mesh.offline()), dryrun.walk_step(cfg, make_mesh(cfg, 1))
     assert [action for action, _ in real.timeline] == [action for action, _ in dry.timeline]
@@ -375,7 +375,7 @@ def test_a_kernel_shows_its_results_and_runs_once_a_shape():
         calls.append(x.shape)
         return (x.float() * scale).sum(0).to(x.dtype), None, y.add_(1)
 
-    seen, walk = meta.hidden(kernel), MemoryWalk()
+    seen, walk = dryrun.kernels.hidden(kernel), MemoryWalk()
     with walk:
         x, y = torch.empty(8, 512, device="meta", dtype=torch.bfloat16), torch.empty(3, device="meta")
         for _ in range(2):
@@ -388,7 +388,7 @@ def test_a_kernel_shows_its_results_and_runs_once_a_shape():
             seen(x, y, scale=y)  # float() of x, [8, 512], times [3]
     assert [size for _, size in walk.log if size > 0] == [8192, 512] + [1024] * 4
     assert calls == [(8, 512), (8, 512), (2, 512), (8, 512)]  # the last one failed
-    view = meta.once(torch.ops.aten.select.int)
+    view = dryrun.kernels.once(torch.ops.aten.select.int)
     for row in (0, 1, 0):
         assert view(x, 0, row).untyped_storage()._cdata == x.untyped_storage()._cdata
 
@@ -399,7 +399,7 @@ def test_every_kernel_has_a_twin():
         for name, f in vars(plain).items()
         if inspect.isfunction(f) and f.__module__.startswith("minitron.") and not name.startswith("_")
     }
-    assert kernels - {"rotate", "sum_rows"} <= vars(meta).keys()  # these are parts of others
+    assert kernels - {"rotate", "sum_rows"} <= vars(dryrun.kernels).keys()  # these are parts of others
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------

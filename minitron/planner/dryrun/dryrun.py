@@ -5,7 +5,7 @@ Problem: without it a user learns only after the queue whether a layout fits and
   1. torch's meta device has tensors with shapes and without memory, and its `fake` process group is a world of any size
      in which every collective succeeds at once. So a rank of the job builds its part of the model and runs its schedule
      and its optimizer here: a shape that does not fit fails as it would there, with the same message.
-  2. Kernels that only a GPU has are replaced by their plain twins (kernels/meta.py), and the report names them.
+  2. Kernels that only a GPU has are replaced by their plain twins (kernels.py beside this file). The report names them.
   3. `MemoryWalk` follows every allocation, `Recorder` writes down every collective. The recorder is the rank's
      `Activity`, so a real run on gloo is recorded in the same way, and the two lists are equal.
   4. Microbatches that do what the one before did are walked once (repeats.py).
@@ -40,7 +40,7 @@ from minitron.data.build import build_datasets
 from minitron.data.loader import Loader
 from minitron.pipeline.executor import MakeSchedule
 from minitron.pipeline.schedule import Schedule, make
-from minitron.planner.dryrun import repeats
+from minitron.planner.dryrun import kernels, repeats
 from minitron.planner.dryrun.memory_walk import MemoryWalk
 from minitron.planner.memory import Memory
 from minitron.train import Trainer, build
@@ -199,7 +199,8 @@ def recorded(mesh: Mesh, recorder: Recorder) -> Mesh:
 
 def prepare(cfg: Config, mesh: Mesh, schedule: MakeSchedule | None = None) -> Trainer:
     """Build a trainer as it is in the middle of a run. Collective over the world. schedule: see build."""
-    trainer = build(cfg, mesh, schedule=schedule)
+    chosen = kernels.choose(cfg) if mesh.device.type == "meta" else None
+    trainer = build(cfg, mesh, chosen, schedule=schedule)
     for chunk in trainer.chunks:
         if chunk.fp8_state.scaling is not None:
             chunk.fp8_state.scaling.follow_history()

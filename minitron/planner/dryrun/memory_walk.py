@@ -27,7 +27,7 @@ from itertools import accumulate
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minitron.kernels.meta import once
+from minitron.planner.dryrun.kernels import once
 
 GRANULARITY = 512  # bytes, to a multiple of which torch's CUDA allocator rounds up
 UNLABELLED = "activations"

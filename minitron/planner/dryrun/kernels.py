@@ -1,22 +1,23 @@
-"""Kernels for torch's meta device, whose tensors have shapes and no memory: in a dry run they stand for a GPU's.
+"""Kernels for torch's meta device, whose tensors have shapes and no memory: a dry run calls them instead of a GPU's.
 
-Problem: a dry run adds up what a step allocates. A GPU's kernel allocates its results and nothing else, but the same
-function in kernels/plain.py allocates a dozen tensors on the way, and so shows peaks that no GPU has. The idea: run the
-plain functions, which check every shape, and hide what they allocate on the way:
+Problem: a dry run adds up what a step allocates. A GPU's kernel allocates its results only. The same function in
+kernels/plain.py also allocates a dozen temporaries, and so shows peaks that no GPU has. The idea: run the plain
+functions, which check every shape, and hide their temporaries:
 
     allocated by add_norm on a GPU         total, y, statistics
     by plain.add_norm                      these, and float copies of x, delta, total, ...
     by hidden(plain.add_norm)              these, as far as a dry run can see
 
-And since nothing is computed, equal shapes have equal results: each function runs once for each shape, and the
-thousands of layers of a step cost little more than their allocations. This file has the functions of kernels/plain.py;
-attention and FP8 hide theirs in the same way, where they are chosen. Left out: what a GPU's kernel allocates for its
-own use.
+Nothing is computed, so equal shapes have equal results: each function runs once for each shape, and the thousands of
+layers of a step cost little more than their allocations. This module has the functions of kernels/plain.py; `choose`
+hides the temporaries of attention and FP8, too. Left out: what a GPU's kernel allocates for its own use.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,13 +25,36 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from minitron.kernels import plain
+from minitron.config.schema import Config
+from minitron.kernels import kernels, plain
+from minitron.kernels.fp8_torch import BlockScaling, TensorScaling
+from minitron.kernels.gemm import Gemm
+from minitron.kernels.kernels import Kernels
 
 Function = Callable[..., Any]
 
 
+def choose(cfg: Config) -> Kernels:
+    """Choose kernels as on a GPU; they allocate what those of the GPU allocate. Raises ValueError as there."""
+    chosen = kernels.choose(cfg, "meta")
+    attend, fp8 = chosen.attention, chosen.fp8
+    if attend.name != "reference":
+        attend = replace(attend, forward=hidden(attend.forward), backward=hidden(attend.backward))
+    if fp8 is not None and cfg.precision.fp8_backend == "te":
+        fp8 = _like_transformer_engine(cfg.precision.fp8 == "block")
+    return Kernels(attend, sys.modules[__name__], Gemm(hidden(plain.add_product)), adamw_, fp8)
+
+
+def _like_transformer_engine(block: bool) -> TensorScaling:
+    """Make a backend that allocates what Transformer Engine would."""
+    fp8 = BlockScaling() if block else TensorScaling(sys.modules[__name__])
+    for name in ("cast", "multiply", "multiply_into")[not block :]:  # the cast by tensors has a collective inside
+        setattr(fp8, name, hidden(getattr(fp8, name)))
+    return fp8
+
+
 def hidden(kernel: Function) -> Function:
-    """Wrap a kernel so that torch dispatch modes see its results alone; on the meta device, where it runs as `once`."""
+    """Wrap a kernel of the meta device so that torch's dispatch modes see only its results. It runs as by `once`."""
 
     def unseen(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
@@ -60,12 +84,12 @@ def once(function: Function) -> Function:
 
 
 def _maker(result: Any, arguments: list[Any]) -> Function | None:
-    """Return a function that makes results like these from arguments like these; None if it would have to compute."""
+    """Return a function that makes results like these from arguments like these; None if it had to compute them."""
     results, structure = tree_flatten(result)
     tensors = [(id(x), i) for i, x in enumerate(arguments) if isinstance(x, Tensor)]
     places = dict(tensors)
     if len(places) < len(tensors):
-        return None  # one of them is there twice, so a result does not tell which it is
+        return None  # one tensor is two arguments, so a result does not tell which of them it is
     storages = {arguments[i].untyped_storage()._cdata for i in places.values()}
     recipe: list[Any] = []  # shape, stride and dtype of each result, or its place among the arguments
     for x in results:
@@ -97,8 +121,7 @@ def _signature(x: Any) -> object:
 
 HIDDEN = (
     "cast cast_master largest transpose add_norm add_norm_backward "
-    "swiglu_forward swiglu_backward swiglu_cast swiglu_backward_cast "
-    "gelu_forward gelu_backward gelu_cast gelu_backward_cast "
+    "swiglu_forward swiglu_backward gelu_forward gelu_backward "
     "split_heads_backward merge_ sum_parts square_sum add_product add_rows_ "
     "softmax_sums softmax_gradient_ drop_elements"
 )
@@ -111,6 +134,6 @@ def split_heads(qkv: Tensor, sizes: tuple[int, int, int], rope: plain.Rope) -> t
 
 
 def adamw_(*args: Any, **kwargs: Any) -> None:
-    """Run the plain update unseen, each time: `updated` has effects."""
+    """Run the plain update unseen, each time, since `updated` has effects."""
     with _disable_current_modes():
         plain.adamw_(*args, **kwargs)
