@@ -141,7 +141,7 @@ class _Adapted(torch.autograd.Function):
         u = adapter.scaled(rows(adapter.drop(x, keys)), a.t())
         u, handle = (f_start if adapter.linear.by_columns else g_start)(u, adapter.linear.comm)
         linear = adapter.linear
-        payload = linear.gemm.quantize(rows(x), linear.input_axis, columns=False, record=training)
+        payload = linear.gemm.quantize(rows(x), linear.input_axis, columnwise=False, record=training)
         y = (column_forward if linear.by_columns else row_forward)(linear, payload)
         handle.wait()
         for (outputs, columns), factor in zip(adapter.places, b, strict=True):
@@ -160,7 +160,7 @@ class _Adapted(torch.autograd.Function):
         du, handle = (g_start if adapter.linear.by_columns else f_start)(du, adapter.linear.comm)
         dx, linear = None, adapter.linear
         if ctx.needs_input_grad[0]:
-            payload = linear.gemm.quantize_grad(dy, linear.grad_axis, columns=False)
+            payload = linear.gemm.quantize_grad(dy, linear.grad_axis, columnwise=False)
             dx, _ = (column_backward if linear.by_columns else row_backward)(linear, payload, None, need_dx=True)
         db = [
             adapter.add_gradient(factor, dy[:, outputs], u[:, columns])

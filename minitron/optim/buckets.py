@@ -47,7 +47,7 @@ from torch import Tensor, nn
 from minitron.comm.collectives import Done, Handle, all_reduce_, gather_json
 from minitron.comm.mesh import Axis, Mesh
 from minitron.config.sizes import bucket_limit
-from minitron.kernels.fp8_scales import KINDS
+from minitron.kernels.fp8_scales import FP8_DTYPES
 from minitron.kernels.kernels import Kernels
 from minitron.kernels.param import GradSlot, Param, params_of
 from minitron.optim.slices import Arrival, ProcessGroupSlices, choose_slices
@@ -72,8 +72,8 @@ class BucketKey(NamedTuple):
 
 def bucket_key(param: Param) -> BucketKey:
     """Return the key of the bucket that a parameter goes into."""
-    spec, dtype = param.spec, param.dtype if param.spec.kept is None else KINDS["weight"]
-    return BucketKey(dtype, spec.decay, spec.replicated, spec.sum_over_tp, spec.tied)
+    spec, dtype = param.spec, param.dtype if param.spec.fp8_scale is None else FP8_DTYPES["weight"]
+    return BucketKey(dtype, spec.decay, spec.shard is None, spec.sum_over_tp, spec.tied)
 
 
 class Span(NamedTuple):
@@ -158,7 +158,7 @@ class Bucket:
         self.square_sum = square_sum
         self.plan, self.key, self.slices, self.overlap = plan, plan.key, slices, overlap
         self.params = {span.name: params[span.name] for span in plan.spans}
-        in_fp8 = plan.key.dtype == KINDS["weight"]
+        in_fp8 = plan.key.dtype == FP8_DTYPES["weight"]
         self.data = slices.zeros(plan.size, torch.uint8 if in_fp8 else plan.key.dtype)  # no collective knows FP8
         self.grad = slices.zeros(plan.size, grad_dtype)
         self.data_slice, self.grad_slice = slices.own(self.data), slices.own(self.grad)

@@ -55,9 +55,9 @@ class _MLP(torch.autograd.Function):
     ) -> Tensor:
         keep, (_, _, need_up, _, need_down, *_) = training and recompute_input is None, ctx.needs_input_grad
         if cast is None:
-            cast = up.gemm.quantize(rows(x), up.input_axis, columns=keep and need_up, record=training)
+            cast = up.gemm.quantize(rows(x), up.input_axis, columnwise=keep and need_up, record=training)
         inner = column_forward(up, cast)
-        act = down.gemm.quantize_activation(inner, activation, columns=keep and need_down, record=training)
+        act = down.gemm.quantize_activation(inner, activation, columnwise=keep and need_down, record=training)
         ctx.up, ctx.down, ctx.activation = up, down, activation
         ctx.recompute_input, ctx.batch = recompute_input, x.shape[1:-1]
         saved = (
@@ -80,11 +80,11 @@ class _MLP(torch.autograd.Function):
             act = (
                 Payload(*saved[4:])
                 if saved
-                else down.gemm.quantize_activation(inner, activation, columns=True, record=True)
+                else down.gemm.quantize_activation(inner, activation, columnwise=True, record=True)
             )
-        payload = down.gemm.quantize_grad(rows(dy), down.grad_axis, columns=need_down)
+        payload = down.gemm.quantize_grad(rows(dy), down.grad_axis, columnwise=need_down)
         d_act, dw_down = row_backward(down, payload, act, need_dx=True)
-        d_inner, sums = up.gemm.quantize_activation_grad(d_act, inner, activation, columns=need_up, sums=need_bias)
+        d_inner, sums = up.gemm.quantize_activation_grad(d_act, inner, activation, columnwise=need_up, sums=need_bias)
         del d_act
         db = None if sums is None else accumulate(up.bias, sums)
         if need_up:

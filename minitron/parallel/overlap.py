@@ -213,7 +213,7 @@ class SymmetricMemoryComm:
         self, x: Payload, product: Product, weight: Tensor, n: int, *, keep: bool = False
     ) -> tuple[Tensor, Payload | None]:
         """Return product(x of all ranks, weight) [tp m, n], and x of all ranks if it is to be kept."""
-        m = x.rows.shape[0]
+        m = x.rowwise.shape[0]
         y = weight.new_empty(self.axis.size * m, n, dtype=self.dtype)
         self.axis.activity.pause()
         parts, whole, memory = self._begin_gather(x)
@@ -239,9 +239,9 @@ class SymmetricMemoryComm:
 
     def matmul_scatter(self, x: Payload, product: Product, weight: Tensor, n: int) -> Tensor:
         """Return this rank's rows [m/tp, n] of the sum over the ranks of product(x, weight)."""
-        main, m = self._main(), x.rows.shape[0] // self.axis.size
+        main, m = self._main(), x.rowwise.shape[0] // self.axis.size
         self.axis.activity.pause()
-        partial, received, memory = self._begin_scatter(x.rows, n)
+        partial, received, memory = self._begin_scatter(x.rowwise, n)
         self._after(self.side, main)
         for i, group in enumerate(reversed(self._groups)):  # the own piece is last: no rank waits for it
             stream, own = (main, self.side)[i % 2], i + 1 == len(self._groups)
@@ -269,7 +269,7 @@ class SymmetricMemoryComm:
 
     def start_matmul_scatter(self, x: Payload, product: Product, weight: Tensor, n: int) -> Arriving[Tensor]:
         """Launch the whole product; its parts travel beside what the current stream does next."""
-        partial, received, memory = self._begin_scatter(x.rows, n)
+        partial, received, memory = self._begin_scatter(x.rowwise, n)
         main = self._main()
         product(x, weight, partial)
         self._after(self.copies, main)
