@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks import floor
 from minitron.comm.mesh import Axis
 from minitron.kernels import plain
-from minitron.kernels.fp8_scales import KINDS
+from minitron.kernels.fp8_scales import FP8_DTYPES
 from minitron.kernels.gemm import CastInto
 
 # name: rows and width per rank: an MLP's inner values, the gradient of qkv, the residual stream between layers
@@ -46,7 +46,7 @@ def cases(of: str, m: int, f: int) -> dict[str, tuple[int, Call, Call]]:
     from minitron.kernels import fp8_te, fused  # a GPU's; without one there is still --help
 
     of, *alone = of.split(", ")  # frozen weights have no gradient, which would read the values by columns
-    device, te, scale = torch.device("cuda"), fp8_te.TensorScaling(), torch.ones(1, device="cuda")
+    device, te, scale = torch.device("cuda"), fp8_te.TeFp8(), torch.ones(1, device="cuda")
     amax, wide = torch.zeros(1, device=device), f * (2 if of == "swiglu" else 1)
     x = torch.randn(m, wide, dtype=torch.bfloat16, device=device)
     dy = torch.randn(m, f, dtype=torch.bfloat16, device=device)
@@ -62,13 +62,15 @@ def cases(of: str, m: int, f: int) -> dict[str, tuple[int, Call, Call]]:
         inputs = x, dy, bias, weight, bias, 1e-5
 
         def normed() -> object:
-            cast = fused.add_norm(*inputs, CastInto(scale, amax, KINDS["x"]))[1]
-            return te.transpose(cast.rows) if m == 8192 else cast  # ranks of tp gather rows; one GPU transposes later
+            cast = fused.add_norm(*inputs, CastInto(scale, amax, FP8_DTYPES["x"]))[1]
+            return (
+                te.transpose(cast.rowwise) if m == 8192 else cast
+            )  # ranks of tp gather rows; one GPU transposes later
 
         passes = lambda: te.cast(fused.add_norm(*inputs)[1], "x", Axis.single(), scale, amax, m == 8192)
         return {f"{of} and cast": ((9 if m == 8192 else 7) * m * f, passes, normed)}
     if of == "cast":
-        mine = lambda: fused.cast(x, CastInto(scale, amax, KINDS["dy"], True))
+        mine = lambda: fused.cast(x, CastInto(scale, amax, FP8_DTYPES["dy"], True))
         return {"cast": (4 * m * f, lambda: cast(x, "dy"), mine)}
     (forward, backward), (mine, gradient) = (
         [getattr(module, f"{of}_{way}") for way in ("forward", "backward")]
@@ -79,12 +81,12 @@ def cases(of: str, m: int, f: int) -> dict[str, tuple[int, Call, Call]]:
         f"{of} and cast": (
             m * (2 * wide + (1 if alone else 2) * f),
             lambda: cast(forward(x), "x"),
-            lambda: mine(x, CastInto(scale, amax, KINDS["x"], not alone)),
+            lambda: mine(x, CastInto(scale, amax, FP8_DTYPES["x"], not alone)),
         ),
         f"{of} backward and cast": (
             m * (2 * f + (3 if alone else 4) * wide),
             lambda: summed(backward(dy, x)[0]) if bias else cast(backward(dy, x)[0], "dy"),
-            lambda: gradient(dy, x, bias, CastInto(scale, amax, KINDS["dy"], not alone)),
+            lambda: gradient(dy, x, bias, CastInto(scale, amax, FP8_DTYPES["dy"], not alone)),
         ),
     }
     if bias:

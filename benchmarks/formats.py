@@ -37,7 +37,7 @@ from minitron.comm.mesh import Axis
 from minitron.config import cli
 from minitron.config.schema import Config
 from minitron.kernels import attention, fp8
-from minitron.kernels.fp8_scales import ROLES, DelayedScaling, advance
+from minitron.kernels.fp8_scales import ROLES, DelayedScaling, roll_histories
 from minitron.kernels.gemm import Gemm
 from minitron.kernels.param import GradSlot
 from minitron.kernels.plain import AdamHyper, AdamState
@@ -169,12 +169,12 @@ def head_in_fp8(cfg: Config, gpus: int) -> dict:
     dy = (x @ weight.t()).softmax(-1)
     dy[torch.arange(tokens, device=device), torch.randint(columns, (tokens,), device=device, generator=draw)] -= 1
     scaling = DelayedScaling(ROLES, (Axis.single(),), device)
-    cast = fp8.Fp8Gemm(fp8_te.TensorScaling(), torch.bfloat16, scaling)
+    cast = fp8.Fp8Gemm(fp8_te.TeFp8(), torch.bfloat16, scaling)
 
     def products(gemm: Gemm) -> tuple[Tensor, Tensor]:
-        payload = gemm.quantize(x, columns=True, record=True)
+        payload = gemm.quantize(x, columnwise=True, record=True)
         y = gemm.forward(payload.for_product(), weight)
-        gradient = gemm.quantize_grad(dy, columns=True)
+        gradient = gemm.quantize_grad(dy, columnwise=True)
         dx = gemm.input_grad(gradient, weight)
         gemm.weight_grad(weight, gradient, payload.for_weight_grad())
         return y, dx
@@ -186,7 +186,7 @@ def head_in_fp8(cfg: Config, gpus: int) -> dict:
     found = []
     for gemm in (Gemm(fused.add_product), cast):
         products(gemm)  # which fills the history of a scale
-        advance([scaling])
+        roll_histories([scaling])
         cast.drop_casts()
         weight.slot.main_grad.zero_()
         found.append((*products(gemm), weight.slot.main_grad.clone()))

@@ -82,7 +82,7 @@ class Trainer:
             loss_sum, skip = self.rerun.check(
                 batches, partial(self.again, batches), *self.totals(loss_sum, batches), scale
             )
-        self.fp8.advance()  # before the optimizer, whose all-gathers would delay these small reductions
+        self.fp8.update_scales()  # before the optimizer, whose all-gathers would delay these small reductions
         stats = self.optimizer.step(lr, *self.totals(loss_sum, batches), scale, skip)
         self.scaler.update(stats.skipped * (not skip))
         self.mesh.activity.ended()

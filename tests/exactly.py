@@ -153,10 +153,10 @@ def without_rounding(weights_in_fp8: bool) -> ExitStack:
 
     float64, which nothing else has, stands for a format that ends at 448.
     """
-    wide = {role: torch.float64 for role in fp8_scales.KINDS if not (weights_in_fp8 and role == "weight")}
+    wide = {role: torch.float64 for role in fp8_scales.FP8_DTYPES if not (weights_in_fp8 and role == "weight")}
     transpose, finfo = plain.transpose, torch.finfo
     patches = [
-        mock.patch.dict(fp8_scales.KINDS, wide),
+        mock.patch.dict(fp8_scales.FP8_DTYPES, wide),
         mock.patch.object(torch, "finfo", lambda kind: WIDE if kind is torch.float64 else finfo(kind)),
         mock.patch.object(plain, "transpose", lambda x: transpose(x) if x.itemsize == 1 else x.t().contiguous()),
         mock.patch.object(plain, "largest", to_power_of_two)

@@ -24,7 +24,7 @@ from minitron.data.cache import Cache
 from minitron.data.indexed import IndexedDataset, IndexedWriter
 from minitron.data.tokenizers import ByteTokenizer
 from minitron.interop.tokenizers import load_tokenizer
-from minitron.planner.dryrun.kernels import once
+from minitron.planner.dryrun.kernels import cached_by_shape
 from minitron.runtime import environment
 from test_data_corpus import SOURCES, VOCAB, make_library
 
@@ -330,7 +330,7 @@ def test_what_a_kernel_allocates_is_of_all_its_arguments(monkeypatch):
         cache.builds += 1
         return torch.empty_like(x)
 
-    seen = once(kernel)
+    seen = cached_by_shape(kernel)
 
     def make(x=empty(4, 4), y=empty(4, 4), sizes=(4, 4), scale=2):
         seen(x, y, sizes, scale=scale)
@@ -340,7 +340,7 @@ def test_what_a_kernel_allocates_is_of_all_its_arguments(monkeypatch):
 
 
 def test_a_kernel_that_returns_an_argument_returns_it_also_after_a_call_with_one_tensor_twice():
-    first, second = (once(lambda x, y, i=i: (x, y)[i].add_(1)) for i in (0, 1))
+    first, second = (cached_by_shape(lambda x, y, i=i: (x, y)[i].add_(1)) for i in (0, 1))
     x, y = empty(4, 4), empty(4, 4)
     assert first(x, x) is x and first(x, y) is x and first(y, x) is y
     assert second(x, x) is x and second(x, y) is y

@@ -1,30 +1,28 @@
 """FP8 products of the linear layers: which tensor is cast when, and with which scale.
 
-Problem: an FP8 GEMM takes half the time of a bf16 one, but a cast reads and writes memory like any other pass, an
-8-bit number spans few magnitudes, and a scale that follows the data costs a pass or a collective of its own. The idea:
+Problem: an FP8 GEMM takes half the time of a bf16 one. But a cast reads and writes memory like any other pass, an 8-bit
+number spans few magnitudes, and a scale that follows the data costs another pass or a collective. The idea:
 
-    every tensor is cast once, for all products that read it       x: forward, weight gradient
-                                                                   dy: input and weight gradient
-    weights are cast once per optimizer step, not per microbatch   `Fp8States.advance` drops the casts
-    what ranks gather is the cast                                  half the traffic, one scale for all of them
-    norms and activations cast what they compute, activations'     one pass less each, where the scale is known before
-    gradients too, which are summed for the bias there
+    cast every tensor once, for all products that read it           x: forward, weight gradient
+                                                                    dy: input gradient, weight gradient
+    cast weights once per optimizer step, not per microbatch        `Fp8States.update_scales` drops the casts
+    gather the cast                                                 half the traffic, one scale for all ranks
+    cast in the kernels of norms, activations and their gradients   one pass less, if the scale is known before
 
-and three ways to a scale, the number that brings a tensor's largest magnitude to the limit of its format:
+A scale brings a tensor's largest magnitude (amax) to the largest value of its format. There are three ways to find it:
 
-    current    look first, then cast: two passes, and a collective where ranks share a scale
-    delayed    the scale comes from the largest magnitude of the last 16 steps; the cast also finds the new magnitude.
-               All magnitudes of a rank enter their histories in one collective per step.
-    block      a scale for each 128 values of a row: nothing to share or to remember, but slower products
+    current    read the tensor, then cast it: two passes, and a collective where ranks share a scale
+    delayed    from the amax of the last 16 steps. The cast also computes the new amax. All amax of a rank enter their
+               histories in one collective per step.
+    block      one scale for each 128 values of a row: no collective and no history, but slower products
 
-    Delayed, limit 448, magnitudes of the last steps 2.0, 3.5, 1.4: scale 448 / 3.5 = 128; a value of 4.0 in this step
+    Delayed, largest value 448, amax of the last steps 2.0, 3.5, 1.4: scale 448 / 3.5 = 128. A value of 4.0 in this step
     saturates at 3.5, and the next step's scale is 448 / 4.0.
 
-A recomputed forward pass casts the same values with the same scale and notes the same magnitude again, so recomputation
-needs no special case. In the first step of a run there is no history, and delayed scaling works as current does.
-With precision.fp8_params the optimizer casts the weight (fp8_scales.py). This file transposes it.
-precision.fp8_bf16_layers at both ends of the model stay in the model's own format, and the head without
-precision.fp8_head.
+A recomputed forward pass casts the same values with the same scale, so recomputation needs no special case. The first
+step of a run has no history, so delayed scaling works like current scaling there. With precision.fp8_params the
+optimizer casts the weight (fp8_scales.py), and this file transposes it. The first and last precision.fp8_bf16_layers
+blocks stay in the model's own format, and so does the head without precision.fp8_head.
 """
 
 from __future__ import annotations
@@ -38,8 +36,8 @@ from torch import Tensor
 from minitron.comm.mesh import Axis, Mesh
 from minitron.config.schema import PrecisionConfig
 from minitron.config.sizes import fp8_layers
-from minitron.kernels.fp8_scales import KINDS, ROLES, DelayedScaling, KeptInFp8, WeightScales, advance
-from minitron.kernels.fp8_torch import Operand, TensorScaling
+from minitron.kernels.fp8_scales import FP8_DTYPES, ROLES, DelayedScaling, Fp8WeightScale, WeightScales, roll_histories
+from minitron.kernels.fp8_torch import Operand, TorchFp8
 from minitron.kernels.gemm import ALONE, DTYPES, Activation, CastInto, Gemm, Payload
 from minitron.kernels.param import Param, add_gradient
 
@@ -50,66 +48,66 @@ class Fp8Gemm(Gemm):
     """The products of one linear layer in FP8. It keeps the weight's cast until the weight changes.
 
     dtype: of outputs and input gradients. scaling: has the scales of x, weight and dy, as its tensors `first` to
-    `first` + 2; None: the backend finds them. kept: the scale of a weight that the optimizer keeps as FP8 bytes; None:
-    this object casts the weight. frozen: the weight never changes, so it is cast once, by its own magnitude, without a
+    `first` + 2; None: the backend finds them. fp8_scale: of a weight that the optimizer keeps as FP8 bytes; None: this
+    object casts the weight. frozen: the weight never changes, so it is cast once, by its own magnitude, without a
     history.
     """
 
     def __init__(
         self,
-        backend: TensorScaling,
+        backend: TorchFp8,
         dtype: torch.dtype,
         scaling: DelayedScaling | None = None,
         first: int = 0,
-        kept: KeptInFp8 | None = None,
+        fp8_scale: Fp8WeightScale | None = None,
         frozen: bool = False,
     ):
-        self.backend, self.dtype, self.scaling, self.first, self.kept = backend, dtype, scaling, first, kept
+        self.backend, self.dtype, self.scaling, self.first, self.fp8_scale = backend, dtype, scaling, first, fp8_scale
         self._weight: Payload | None = None
         self._frozen = frozen
 
     @property
     def history(self) -> Tensor | None:
-        """[HISTORY, 3] magnitudes of x, weight and dy, a view, for a checkpoint; None without delayed scaling."""
+        """[HISTORY, 3] amax of x, weight and dy for a checkpoint, a view; None without delayed scaling."""
         return None if self.scaling is None else self.scaling.history[:, self.first : self.first + len(ROLES)]
 
-    def quantize(self, x: Tensor, gathered: Axis = ALONE, *, columns: bool, record: bool) -> Payload:
-        return self.backend.cast(x, "x", gathered, *self._scale("x", record), columns)
+    def quantize(self, x: Tensor, gathered: Axis = ALONE, *, columnwise: bool, record: bool) -> Payload:
+        return self.backend.cast(x, "x", gathered, *self._scale("x", record), columnwise)
 
     def cast_before(self, record: bool) -> CastInto | None:
         return self._cast_into("x", record)
 
-    def quantize_grad(self, dy: Tensor, gathered: Axis = ALONE, *, columns: bool) -> Payload:
-        return self.backend.cast(dy, "dy", gathered, *self._scale("dy", True), columns)
+    def quantize_grad(self, dy: Tensor, gathered: Axis = ALONE, *, columnwise: bool) -> Payload:
+        return self.backend.cast(dy, "dy", gathered, *self._scale("dy", True), columnwise)
 
     def forward(self, x: Payload, weight: Tensor, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         w = self._quantized(weight)
-        a, b = Operand(x.rows, x.rows_scale), Operand(w.rows, w.rows_scale, True)
+        a, b = Operand(x.rowwise, x.rowwise_scale), Operand(w.rowwise, w.rowwise_scale, block_2d=True)
         return self.backend.multiply(a, b, self.dtype, out=out, bias=bias, fast=True)
 
     def input_grad(self, dy: Payload, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        a, b = Operand(dy.rows, dy.rows_scale), self._columns(self._quantized(weight), True)
+        a, b = Operand(dy.rowwise, dy.rowwise_scale), self._columnwise(self._quantized(weight), block_2d=True)
         return self.backend.multiply(a, b, self.dtype, out=out, bias=None, fast=False)
 
     def weight_grad(self, weight: Param, dy: Payload, x: Payload) -> Tensor | None:
-        return add_gradient(weight, partial(self.backend.multiply_into, a=self._columns(dy), b=self._columns(x)))
+        return add_gradient(weight, partial(self.backend.multiply_into, a=self._columnwise(dy), b=self._columnwise(x)))
 
     def prepare(self, weight: Tensor) -> None:
         self._quantized(weight)
 
-    def quantize_activation(self, inner: Tensor, act: Activation, *, columns: bool, record: bool) -> Payload:
-        into = self._cast_into("x", record, columns)
+    def quantize_activation(self, inner: Tensor, act: Activation, *, columnwise: bool, record: bool) -> Payload:
+        into = self._cast_into("x", record, columnwise)
         if into is None:
-            return self.quantize(act.forward(inner), columns=columns, record=record)
+            return self.quantize(act.forward(inner), columnwise=columnwise, record=record)
         return act.forward(inner, into)
 
     def quantize_activation_grad(
-        self, dy: Tensor, inner: Tensor, act: Activation, *, columns: bool, sums: bool
+        self, dy: Tensor, inner: Tensor, act: Activation, *, columnwise: bool, sums: bool
     ) -> tuple[Payload, Tensor | None]:
-        into = self._cast_into("dy", True, columns)
+        into = self._cast_into("dy", True, columnwise)
         if into is None:
             dx, total = act.backward(dy, inner, sums)
-            return self.quantize_grad(dx, columns=columns), total
+            return self.quantize_grad(dx, columnwise=columnwise), total
         return act.backward(dy, inner, sums, into)
 
     def drop_casts(self) -> None:
@@ -118,29 +116,31 @@ class Fp8Gemm(Gemm):
             self._weight = None
 
     def _quantized(self, weight: Tensor) -> Payload:
-        if self._weight is None and self.kept is not None and weight.dtype == KINDS["weight"]:
-            inverse, rows = self.kept.inverse, weight.detach()
-            self._weight = Payload(rows, inverse, self.backend.transpose(rows), inverse)
+        if self._weight is None and self.fp8_scale is not None and weight.dtype == FP8_DTYPES["weight"]:
+            scale_inv, rows = self.fp8_scale.scale_inv, weight.detach()
+            self._weight = Payload(rows, scale_inv, self.backend.transpose(rows), scale_inv)
         elif self._weight is None:
             known = (None, None) if self._frozen else self._scale("weight", True)
             self._weight = self.backend.cast(weight.detach(), "weight", ALONE, *known, True)
         return self._weight
 
     def _scale(self, role: str, record: bool) -> tuple[Tensor | None, Tensor | None]:
-        return (None, None) if self.scaling is None else self.scaling.of(self.first + ROLES.index(role), record)
+        if self.scaling is None:
+            return None, None
+        return self.scaling.scale_and_amax(self.first + ROLES.index(role), record)
 
-    def _cast_into(self, role: str, record: bool, columns: bool = False) -> CastInto | None:
+    def _cast_into(self, role: str, record: bool, columnwise: bool = False) -> CastInto | None:
         """Return how a kernel casts its result; None if only the result itself gives the scale."""
-        if self.scaling is None or self.scaling.cold:
+        if self.scaling is None or not self.scaling.has_history:
             return None
         scale, amax = self._scale(role, record)
         assert scale is not None
-        return CastInto(scale, amax, KINDS[role], columns)
+        return CastInto(scale, amax, FP8_DTYPES[role], columnwise)
 
-    def _columns(self, x: Payload, tiled: bool = False) -> Operand:
-        if x.columns is not None:
-            return Operand(x.columns, x.columns_scale, tiled)
-        return Operand(self.backend.transpose(x.rows), x.rows_scale)  # gathered rows, with one scale
+    def _columnwise(self, x: Payload, block_2d: bool = False) -> Operand:
+        if x.columnwise is not None:
+            return Operand(x.columnwise, x.columnwise_scale, block_2d)
+        return Operand(self.backend.transpose(x.rowwise), x.rowwise_scale)  # gathered, with one scale
 
 
 class Fp8State:
@@ -157,7 +157,7 @@ class Fp8State:
         num_layers: int,
         head: bool,
         mesh: Mesh,
-        backend: TensorScaling | None,
+        backend: TorchFp8 | None,
         ordinary: Gemm,
         frozen: bool = False,
     ):
@@ -174,22 +174,22 @@ class Fp8State:
             self.weights = WeightScales(GEMMS_PER_LAYER * len(self.layers), self.scaling, mesh.device)
 
     def gemm(self, layer: int) -> Gemm:
-        """Make the GEMM of one more linear layer of block `layer`."""
-        kept = None if self.weights is None else self.weights.of(len(self.gemms))
-        return self._make(kept) if layer in self.layers else self.ordinary
+        """Make the GEMM of the next linear layer of block `layer`."""
+        fp8_scale = None if self.weights is None else self.weights.of(len(self.gemms))
+        return self._make(fp8_scale) if layer in self.layers else self.ordinary
 
     def head_gemm(self) -> Gemm:
-        """Make the GEMM of the head, after those of the blocks. Its weight, maybe the embedding's, is kept in bf16."""
+        """Make the GEMM of the head, after those of the blocks. Its weight stays in bf16: it may be the embedding's."""
         return self._make(None) if self.head else self.ordinary
 
-    def _make(self, kept: KeptInFp8 | None) -> Fp8Gemm:
+    def _make(self, fp8_scale: Fp8WeightScale | None) -> Fp8Gemm:
         assert self.backend is not None
         first = len(ROLES) * len(self.gemms)
-        self.gemms.append(Fp8Gemm(self.backend, self.dtype, self.scaling, first, kept, self.frozen))
+        self.gemms.append(Fp8Gemm(self.backend, self.dtype, self.scaling, first, fp8_scale, self.frozen))
         return self.gemms[-1]
 
     def drop_casts(self) -> None:
-        """Drop the weights' casts: the next product casts its weight anew."""
+        """Drop the weights' casts, so that the next product casts its weight again."""
         for gemm in self.gemms:
             gemm.drop_casts()
 
@@ -200,16 +200,16 @@ class Fp8States:
     def __init__(self, states: Sequence[Fp8State]):
         self.states = states
 
-    def advance(self) -> None:
-        """Drop the weights' casts and move the magnitudes of the step to the histories, just before the update.
+    def update_scales(self) -> None:
+        """Drop the weights' casts and move the step's amax to the histories, just before the optimizer's update.
 
-        Collective over tp and dp_cp with delayed scaling.
+        With delayed scaling collective over tp and dp_cp.
         """
         self.drop_casts()
         if scalings := [state.scaling for state in self.states if state.scaling is not None]:
-            advance(scalings)
+            roll_histories(scalings)
 
     def drop_casts(self) -> None:
-        """Drop the FP8 casts of weights: every training step begins without them."""
+        """Drop the weights' casts. A training step must begin without them."""
         for state in self.states:
             state.drop_casts()

@@ -1,15 +1,15 @@
-"""Scales of FP8 tensors that outlive one cast: from the magnitudes of past steps, and of weights kept as FP8 bytes.
+"""Scales of FP8 tensors that outlive one cast: those of delayed scaling, and those of weights kept as FP8 bytes.
 
-A scale is the number that brings a tensor's largest magnitude to the limit of its format. `DelayedScaling` makes it
-from the largest magnitudes of the last steps, so that it is known before the tensor is. If weights are kept as FP8
-bytes (precision.fp8_params), the optimizer casts them. It holds only slices of a weight: `WeightScales` has the scales,
-and collects the largest magnitudes of the slices.
+A scale is the number that brings a tensor's largest magnitude (amax) to the largest value of its format.
+`DelayedScaling` computes it from the amax of the last steps, so that it is known before the tensor. If weights are kept
+as FP8 bytes (precision.fp8_params), the optimizer casts them. It holds only slices of a weight: `WeightScales` has the
+scales, and collects the amax of the slices.
 
-                 scale of the new weights                           their largest magnitude
-    delayed      from the histories, as every rank has them         joins those of the step, when they enter histories
-    current      from the new weights themselves: data ranks agree on their magnitudes before the cast
+                 scale of the new weights                           their amax
+    delayed      from the histories, which all ranks share          enters the histories with the step's others
+    current      from the new weights: data ranks all-reduce their amax before the cast
 
-Both are what a cast of the whole weight would have taken, so the bytes are the same.
+A cast of the whole weight would use the same scales, so the bytes are the same.
 """
 
 from __future__ import annotations
@@ -24,56 +24,56 @@ from torch import Tensor
 from minitron.comm.collectives import all_reduce_
 from minitron.comm.mesh import Axis
 
-KINDS = {"x": torch.float8_e4m3fn, "weight": torch.float8_e4m3fn, "dy": torch.float8_e5m2}  # by role
-ROLES = tuple(KINDS)
-HISTORY = 16  # steps whose magnitudes a scale is made from
-LARGEST_SCALE = 2.0**63  # its reciprocal is the smallest: a product of two reciprocals is still a normal float32
+FP8_DTYPES = {"x": torch.float8_e4m3fn, "weight": torch.float8_e4m3fn, "dy": torch.float8_e5m2}  # by role
+ROLES = tuple(FP8_DTYPES)
+HISTORY = 16  # steps whose amax a scale is computed from
+LARGEST_SCALE = 2.0**63  # a product of two reciprocals of it is still a normal float32
 
 
-def limit(kind: torch.dtype) -> float:
+def fp8_max(fp8_dtype: torch.dtype) -> float:
     """Return the largest value of a format."""
-    return torch.finfo(kind).max
+    return torch.finfo(fp8_dtype).max
 
 
-def scale_of(top: Tensor, limits: Tensor | float) -> Tensor:
-    """Return the scales that bring magnitudes `top` to the limits of their formats, at most LARGEST_SCALE.
+def scale_of(amax: Tensor, limits: Tensor | float) -> Tensor:
+    """Return the scales that bring `amax` to `limits`, the largest values of the formats; at most LARGEST_SCALE.
 
-    A tensor of zeros, and one whose magnitude is not finite, has scale 1.
+    The scale is 1 if amax is zero or not finite.
     """
-    ordinary = (top > 0) & (top < math.inf)
-    return (limits / top).clamp(1 / LARGEST_SCALE, LARGEST_SCALE).masked_fill(~ordinary, 1.0)
+    ordinary = (amax > 0) & (amax < math.inf)
+    return (limits / amax).clamp(1 / LARGEST_SCALE, LARGEST_SCALE).masked_fill(~ordinary, 1.0)
 
 
 class DelayedScaling:
-    """Scales of tensors, each from the largest magnitude that its tensor had in the last HISTORY steps.
+    """Scales of tensors, each from the largest amax of its tensor in the last HISTORY steps.
 
-    roles: those of the tensors. axes: ranks along them have the same scales, because they gather each other's casts
-    (tp) or because a checkpoint keeps one history for all of them (data ranks). history [HISTORY, tensors], newest
-    first, is the whole state between steps.
+    roles: of the tensors. axes: all ranks along them have the same scales, because they gather each other's casts (tp)
+    or because a checkpoint has one history for all of them (data ranks). history [HISTORY, tensors], newest first, is
+    the whole state between steps.
     """
 
     def __init__(self, roles: Sequence[str], axes: Sequence[Axis], device: torch.device):
-        self.limits = torch.tensor([limit(KINDS[role]) for role in roles], device=device)
+        self.limits = torch.tensor([fp8_max(FP8_DTYPES[role]) for role in roles], device=device)
         self.amax, self.scale = torch.zeros_like(self.limits), torch.ones_like(self.limits)
         self.history = self.limits.new_zeros(HISTORY, len(roles))
-        self.axes, self.cold = axes, True  # cold: there is no history yet
-        self._views = list(zip(self.scale.split(1), self.amax.split(1)))  # made once: every cast asks for two
+        self.axes, self.has_history = axes, False
+        self._views = list(zip(self.scale.split(1), self.amax.split(1)))  # made once: every cast reads two
 
-    def of(self, i: int, record: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Return (scale, amax) of tensor i, views [1]: no scale before there is a history, no amax unless `record`."""
+    def scale_and_amax(self, i: int, record: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Return views [1] of tensor i: its scale, None without a history; and its amax, None unless `record`."""
         scale, amax = self._views[i]
-        return None if self.cold else scale, amax if record else None
+        return scale if self.has_history else None, amax if record else None
 
     def follow_history(self) -> None:
-        """Make the scales from the history: to be called when a checkpoint has been read into it."""
+        """Compute the scales from the history. Call it after loading a checkpoint into the history."""
         _follow([self], self.history)
 
 
-def advance(scalings: Sequence[DelayedScaling]) -> None:
-    """Put the magnitudes since the last call in the histories. Once per step; collective over the scalings' axes.
+def roll_histories(scalings: Sequence[DelayedScaling]) -> None:
+    """Move the amax since the last call to the histories. Once per step; collective over the scalings' axes.
 
-    All in one go: a pipeline rank has many chunks of few tensors each, and twenty launches for each take the host
-    longer than the device.
+    One call serves all chunks: a pipeline rank has many chunks of few tensors each, and twenty launches per chunk would
+    be bound by the host.
     """
     amax, history = torch.cat([s.amax for s in scalings]), torch.cat([s.history for s in scalings], 1)
     for axis in scalings[0].axes:
@@ -86,62 +86,64 @@ def advance(scalings: Sequence[DelayedScaling]) -> None:
 
 
 def _follow(scalings: Sequence[DelayedScaling], history: Tensor) -> None:
-    """Make scales from histories that lie side by side: [HISTORY, tensors of all scalings]."""
+    """Compute the scales from the concatenated histories [HISTORY, tensors of all scalings]."""
     scale = scale_of(history.amax(0), torch.cat([s.limits for s in scalings]))
     torch._foreach_copy_([s.scale for s in scalings], scale.split([len(s.scale) for s in scalings]))
     for scaling in scalings:
-        scaling.cold = False
+        scaling.has_history = True
 
 
 class WeightScales:
-    """Scales of a chunk's weights that are kept as FP8 bytes; they change when the bytes do, and only then.
+    """Scales of a chunk's weights that are kept as FP8 bytes. A scale changes only when its bytes change.
 
-    scale, inverse (1 / scale), top (the largest magnitude in this rank's slices) [weights], float32, are the same
-    tensors as long as they live: a recorded step reads them. delayed: scaling whose weights they are, in its order.
+    scale, scale_inv (1 / scale) and amax (of this rank's slices) are float32 [weights]. They stay the same tensors,
+    because a recorded step reads them. delayed: the scaling that has these weights, in the same order.
 
-    The optimizer calls begin(). If that returns False, it writes magnitudes to `top`, all-reduces them over data ranks
-    and calls follow(). Then it casts, and calls end(). If begin() returns True, the cast writes the magnitudes.
+    The optimizer calls begin(). If begin() returns False, it computes amax, all-reduces it over data ranks and calls
+    follow(). Then it casts, and calls end(). If begin() returns True, the cast computes amax.
     """
 
     def __init__(self, num_weights: int, delayed: DelayedScaling | None, device: torch.device):
         self.scale = torch.ones(num_weights, device=device)
-        self.inverse = torch.ones(num_weights, 4, device=device)[:, 0]  # cuBLAS reads factors at multiples of 16 bytes
-        self.top, self.delayed = torch.zeros_like(self.scale), delayed
+        self.scale_inv = torch.ones(num_weights, 4, device=device)[
+            :, 0
+        ]  # cuBLAS reads factors at multiples of 16 bytes
+        self.amax, self.delayed = torch.zeros_like(self.scale), delayed
 
     def begin(self) -> bool:
-        """Begin with new weights. Return whether their scales are known, which a history gives."""
-        self.top.zero_()
-        if self.delayed is None or self.delayed.cold:
+        """Begin with new weights. Return whether their scales are known, from a history."""
+        self.amax.zero_()
+        if self.delayed is None or not self.delayed.has_history:
             return False
         self._set(self._of_delayed(self.delayed.scale))
         return True
 
     def follow(self) -> None:
-        """Make the scales from `top`, the magnitudes of whole weights."""
-        self._set(scale_of(self.top, limit(KINDS["weight"])))
+        """Compute the scales from `amax`, which must be that of the whole weights."""
+        self._set(scale_of(self.amax, fp8_max(FP8_DTYPES["weight"])))
 
     def end(self) -> None:
-        """Hand the magnitudes on, to enter histories with the step's others."""
+        """Pass amax to delayed scaling, so that it enters the histories with the step's others."""
         if self.delayed is not None:
-            self._of_delayed(self.delayed.amax).copy_(self.top)
+            self._of_delayed(self.delayed.amax).copy_(self.amax)
 
-    def of(self, i: int) -> KeptInFp8:
-        """Return views for weight i."""
-        return KeptInFp8(self, *(x[i : i + 1] for x in (self.scale, self.inverse, self.top)))
+    def of(self, i: int) -> Fp8WeightScale:
+        """Return the views of weight i."""
+        return Fp8WeightScale(self, *(x[i : i + 1] for x in (self.scale, self.scale_inv, self.amax)))
 
     def _of_delayed(self, x: Tensor) -> Tensor:
-        """Return what x [tensors] has for these weights, a view: a layer's tensors follow one another by role."""
-        return x[ROLES.index("weight") :: len(ROLES)][: len(self.top)]  # behind them may be the head's
+        """Return a view of these weights in x [tensors], which lists the tensors of each layer by role."""
+        return x[ROLES.index("weight") :: len(ROLES)][: len(self.amax)]  # the head's weight may follow
 
     def _set(self, scale: Tensor) -> None:
         self.scale.copy_(scale)
-        self.inverse.copy_(self.scale.reciprocal())
+        self.scale_inv.copy_(self.scale.reciprocal())
 
 
-class KeptInFp8(NamedTuple):
-    """The scale of a weight that is kept as FP8 bytes, [1] each; of `scales`, those of its chunk."""
+class Fp8WeightScale(NamedTuple):
+    """The scale of one weight that is kept as FP8 bytes: views [1] of `scales`, which has those of the chunk."""
 
     scales: WeightScales
     scale: Tensor
-    inverse: Tensor
-    top: Tensor
+    scale_inv: Tensor
+    amax: Tensor

@@ -1,9 +1,9 @@
 """FP8 casts and products by Transformer Engine: fast, and with the contract of kernels/fp8_torch.py.
 
-Its cast reads a bf16 matrix once and writes rows, columns and the largest magnitude in one kernel, and its GEMM adds to
-a gradient in place, float32 or bf16. Its kernels are used, not its layers: communication, recomputation and gradient
-accumulation stay with the layers. Payloads are plain tensors; the library's tensor classes exist inside of a call only.
-For a product that is not added to anything, torch calls the same cuBLAS kernel and takes the host less time.
+Its cast reads a bf16 matrix once and writes both layouts and the amax in one kernel. Its GEMM adds to a float32 or bf16
+gradient in place. Only its kernels are used, not its layers: our layers communicate, recompute and accumulate
+gradients. Payloads are plain tensors. The library's tensor classes exist only inside a call. Products that add to
+nothing use `torch._scaled_mm`, which calls the same cuBLAS kernel and takes the host less time.
 
 Left out: its activations with casts (kernels/fused.py has its own), its casts with sums, which round a bias's
 gradient to bf16, its norms with casts, and its communication overlap.
@@ -27,9 +27,8 @@ from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Floa
 
 from minitron.comm.mesh import Axis
 from minitron.config.sizes import FP8_WORKSPACE_BYTES
-from minitron.kernels import fp8_torch
-from minitron.kernels.fp8_scales import KINDS, LARGEST_SCALE, limit
-from minitron.kernels.fp8_torch import Operand
+from minitron.kernels.fp8_scales import FP8_DTYPES, LARGEST_SCALE, fp8_max
+from minitron.kernels.fp8_torch import Operand, TorchFp8
 from minitron.kernels.gemm import ABSENT, Payload
 
 gemm = partial(tex.generic_gemm, comm_overlap=None, comm_type=None, extra_output=None, bulk_overlap=False, alpha=1.0)
@@ -37,32 +36,33 @@ E4M3 = torch.float8_e4m3fn
 CODES = {E4M3: DType.kFloat8E4M3, torch.float8_e5m2: DType.kFloat8E5M2}
 
 
-class TensorScaling(fp8_torch.TensorScaling):
-    """One scale for a whole tensor."""
+class TeFp8(TorchFp8):
+    """One scale per tensor."""
 
     def __init__(self) -> None:
         super().__init__()
         self.workspaces: dict[torch.cuda.Stream, Tensor] = {}
 
     def cast(
-        self, x: Tensor, role: str, shared: Axis, scale: Tensor | None, amax: Tensor | None, columns: bool
+        self, x: Tensor, role: str, shared: Axis, scale: Tensor | None, amax: Tensor | None, columnwise: bool
     ) -> Payload:
-        kind, both = KINDS[role], columns and shared.size == 1
+        fp8_dtype, both = FP8_DTYPES[role], columnwise and shared.size == 1
         if scale is None:
             options = dict(with_amax_reduction=shared.size > 1, amax_reduction_group=shared.group)
-            options |= dict(columnwise=both, amax_epsilon=limit(kind) / LARGEST_SCALE)
-            quantizer = Float8CurrentScalingQuantizer(CODES[kind], x.device, **options)
+            options |= dict(columnwise=both, amax_epsilon=fp8_max(fp8_dtype) / LARGEST_SCALE)
+            quantizer = Float8CurrentScalingQuantizer(CODES[fp8_dtype], x.device, **options)
         else:
-            top = torch.zeros_like(scale) if amax is None else amax
-            quantizer = Float8Quantizer(scale, top, CODES[kind], columnwise=both)
+            noted = torch.zeros_like(scale) if amax is None else amax
+            quantizer = Float8Quantizer(scale, noted, CODES[fp8_dtype], columnwise=both)
         parts = _run(quantizer, x)
-        inverse, transposed = parts["fp8_scale_inv"], parts["data_transpose"]
+        scale_inv, transposed = parts["fp8_scale_inv"], parts["data_transpose"]
         if scale is None and amax is not None:
-            top = (inverse * limit(kind)).masked_fill(inverse <= 1 / LARGEST_SCALE, 0.0)  # the library's for zeros, too
-            torch.maximum(amax, top, out=amax)
-        if transposed is None:  # not wanted, or a GPU whose FP8 GEMM reads both layouts
-            return Payload(parts["data"].view(kind), inverse)
-        return Payload(parts["data"].view(kind), inverse, transposed.view(kind), inverse)
+            own_amax = scale_inv * fp8_max(fp8_dtype)
+            own_amax.masked_fill_(scale_inv <= 1 / LARGEST_SCALE, 0.0)  # the library's scale of a tensor of zeros
+            torch.maximum(amax, own_amax, out=amax)
+        if transposed is None:  # not asked for, or the FP8 GEMM of this GPU reads both layouts
+            return Payload(parts["data"].view(fp8_dtype), scale_inv)
+        return Payload(parts["data"].view(fp8_dtype), scale_inv, transposed.view(fp8_dtype), scale_inv)
 
     def transpose(self, values: Tensor) -> Tensor:
         return tex.fp8_transpose(values.view(torch.uint8), CODES[values.dtype], out=None).view(values.dtype)
@@ -81,7 +81,7 @@ class TensorScaling(fp8_torch.TensorScaling):
         return gemm(*operands, *epilogue, workspace, workspace.shape[0], add, accurate, beta=float(add))[0]
 
     def _workspace(self, stream: torch.cuda.Stream) -> Tensor:
-        """Return the stream's own workspace of cuBLAS: products on two streams must not share one."""
+        """Return the stream's workspace for cuBLAS. Products on two streams must not share one."""
         if stream not in self.workspaces:
             self.workspaces[stream] = torch.empty(FP8_WORKSPACE_BYTES, dtype=torch.uint8, device=stream.device)
         return self.workspaces[stream]
@@ -91,7 +91,7 @@ class TensorScaling(fp8_torch.TensorScaling):
         return Float8TensorStorage(data=data, fp8_scale_inv=x.scale, fp8_dtype=code, fake_dtype=torch.bfloat16)
 
 
-class BlockScaling(TensorScaling):
+class TeBlockFp8(TeFp8):
     """A scale for each 128 values along the summed dim, or for each 128 x 128 tile of a weight.
 
     It always sums in float32.
@@ -103,19 +103,19 @@ class BlockScaling(TensorScaling):
         return self._gemm(a, b, dtype, out, bias, add=False)
 
     def cast(
-        self, x: Tensor, role: str, shared: Axis, scale: Tensor | None, amax: Tensor | None, columns: bool
+        self, x: Tensor, role: str, shared: Axis, scale: Tensor | None, amax: Tensor | None, columnwise: bool
     ) -> Payload:
-        options = dict(block_scaling_dim=2 if role == "weight" else 1, amax_epsilon=limit(E4M3) / LARGEST_SCALE)
-        parts = _run(Float8BlockQuantizer(CODES[E4M3], rowwise=True, columnwise=columns, **options), x)
+        options = dict(block_scaling_dim=2 if role == "weight" else 1, amax_epsilon=fp8_max(E4M3) / LARGEST_SCALE)
+        parts = _run(Float8BlockQuantizer(CODES[E4M3], rowwise=True, columnwise=columnwise, **options), x)
         rows, other = parts["rowwise_data"].view(E4M3), parts["columnwise_data"]
         transposed = ABSENT if other is None else other.view(E4M3)
         return Payload(rows, parts["rowwise_scale_inv"], transposed, parts["columnwise_scale_inv"])
 
     def _wrap(self, x: Operand) -> Float8BlockwiseQTensorStorage:
-        rows = dict(rowwise_data=x.values.view(torch.uint8), rowwise_scale_inv=x.scale)
-        columns = dict(columnwise_data=None, columnwise_scale_inv=None)
-        kind = dict(fp8_dtype=CODES[E4M3], quantizer=None, is_2D_scaled=x.tiled, fake_dtype=torch.bfloat16)
-        return Float8BlockwiseQTensorStorage(**rows, **columns, **kind)
+        rowwise = dict(rowwise_data=x.values.view(torch.uint8), rowwise_scale_inv=x.scale)
+        columnwise = dict(columnwise_data=None, columnwise_scale_inv=None)
+        dtypes = dict(fp8_dtype=CODES[E4M3], fake_dtype=torch.bfloat16)
+        return Float8BlockwiseQTensorStorage(**rowwise, **columnwise, **dtypes, quantizer=None, is_2D_scaled=x.block_2d)
 
 
 def _run(quantizer: Quantizer, x: Tensor) -> dict[str, Any]:

@@ -1,12 +1,12 @@
-"""Triton kernels for what lies between the GEMMs: the functions of kernels/plain.py, by the same names and contracts.
+"""Triton kernels for what lies between the GEMMs: the functions of kernels/plain.py, with the same contracts.
 
-Problem: on a GPU these operations cost nothing but memory traffic, and written as several torch operations each
-intermediate makes a round trip to memory. The idea: one pass per operation, everything in registers, arithmetic in
-float32 whatever the format in memory. The file is imported only if the device is CUDA and torch brings Triton.
+Problem: on a GPU these operations are bound by memory traffic. If several torch operations compute one of them, each
+intermediate result is written to memory and read again. The idea: one pass per operation, all intermediates in
+registers, arithmetic in float32. Import this file only on CUDA devices, where torch brings Triton.
 
     kernel          tensors of the result's size that it reads and writes
     add_norm        2 and 2, backward 3 and 1; with a cast 2, 1 and bytes
-    cast            1 and bytes: once by rows, once by columns
+    cast            1 and bytes: once rowwise, once columnwise
     swiglu, gelu    2 and 1, backward 3 and 2; GELU backward 2 and 1; with a cast bytes instead of the result
     rotate, merge   1 and 1, in place; 2 and 1
     square_sum      1 and 0; sum_parts one for each part, and 1; add_rows 3 and 2, of the rows that a token has
@@ -26,16 +26,16 @@ from triton.language.extra.cuda import globaltimer
 
 from minitron.kernels import plain, rng
 from minitron.kernels.gemm import CastInto, Payload
-from minitron.kernels.plain import AdamHyper, AdamState, Rope, Updated, sum_rows
+from minitron.kernels.plain import AdamHyper, AdamState, Rope, Updated
 
 # ---- residual sum and RMS or layer norm ------------------------------------------------------------------------------
 
 
 @triton.jit
 def _add_norm(
-    x, delta, delta_bias, weight, bias, total, y, statistics, scale, inverse, amax, rows, h, eps, BLOCK: tl.constexpr
+    x, delta, delta_bias, weight, bias, total, y, statistics, scale, scale_inv, amax, rows, h, eps, BLOCK: tl.constexpr
 ):
-    """Compute one row. With a scale y is FP8, cast from what it would be in the format of x."""
+    """Compute one row. With a scale y is FP8: it is rounded to the format of x first, then cast."""
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside, at = columns < h, row * h + columns
     t = tl.load(x + at, inside, other=0.0).to(tl.float32)
@@ -61,7 +61,7 @@ def _add_norm(
             tl.atomic_max(amax, tl.max(tl.where(inside, tl.abs(t), 0.0)), sem="relaxed")
         t *= factor
         if row == 0:
-            tl.store(inverse, tl.div_rn(1.0, factor))
+            tl.store(scale_inv, tl.div_rn(1.0, factor))
     tl.store(y + at, t.to(y.dtype.element_ty), inside)
 
 
@@ -69,7 +69,7 @@ def _add_norm(
 def _add_norm_backward(
     dy, dtotal, total, rstd, mean, weight, dx, sums, rows, h, BLOCK: tl.constexpr, STAGES: tl.constexpr
 ):
-    """Walk over every n-th row, n programs; with sums keep this program's part of RMSNorm's dweight in registers."""
+    """Process every n-th row, n programs. With `sums` keep this program's part of RMSNorm's dweight in registers."""
     program, programs, columns = tl.program_id(0), tl.num_programs(0), tl.arange(0, BLOCK)
     inside, stride, dweight = columns < h, tl.cast(h, tl.int64), tl.zeros([BLOCK], tl.float32)
     w = tl.load(weight + columns, inside, other=0.0).to(tl.float32)
@@ -97,7 +97,7 @@ def _add_norm_backward(
 
 @triton.jit
 def _norm_sums(dy, total, rstd, mean, dx, sums, rows, h, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum over rows: one program has a slice of the columns and every n-th tile of rows."""
+    """Sum over rows. A program has a slice of the columns and every n-th tile of rows."""
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     zeros = tl.zeros([ROWS, BLOCK], tl.float32)
     dweight, dbias, ddelta_bias = zeros, zeros, zeros
@@ -142,13 +142,13 @@ def add_norm(
     total = x if delta is None else torch.empty_like(x)
     rows, delta = x.numel() // h, None if delta is None else delta.contiguous()
     statistics = x.new_empty(1 if bias is None else 2, *x.shape[:-1], dtype=torch.float32)
-    y, scale, inverse, amax = torch.empty_like(x), None, None, None
+    y, scale, scale_inv, amax = torch.empty_like(x), None, None, None
     if into is not None:
-        scale, amax, inverse = into.scale, into.amax, torch.empty_like(into.scale)
-        y = x.new_empty(rows, h, dtype=into.kind)
-    tensors = x, delta, delta_bias, weight, bias, total, y, statistics, scale, inverse, amax
+        scale, amax, scale_inv = into.scale, into.amax, torch.empty_like(into.scale)
+        y = x.new_empty(rows, h, dtype=into.fp8_dtype)
+    tensors = x, delta, delta_bias, weight, bias, total, y, statistics, scale, scale_inv, amax
     _add_norm[(rows,)](*tensors, rows, h, eps, **_row_in_registers(h))
-    return total, y if inverse is None else Payload(y, inverse), statistics
+    return total, y if scale_inv is None else Payload(y, scale_inv), statistics
 
 
 def add_norm_backward(
@@ -160,7 +160,7 @@ def add_norm_backward(
     rstd, *means = statistics.unbind()
     mean = means[0] if means else None
     rows, layer_norm, shape = total.numel() // h, bool(means), _row_in_registers(h)
-    # A short row and a single sum fit into registers: one pass. Otherwise the sums are a second pass, by columns.
+    # A short row and a single sum fit into registers: one pass. Otherwise a second pass computes the sums, by columns.
     one_pass = shape["BLOCK"] <= 8192 and not layer_norm and not delta_bias
     programs, stages, parts = rows, 1, 8
     if one_pass:
@@ -182,20 +182,19 @@ def add_norm_backward(
 
 
 # ---- casts to FP8, alone or with an activation -----------------------------------------------------------------------
-# A program has a tile of the result in registers. It writes the values by rows, and by columns, along which the product
-# of weight gradients sums; the largest magnitude; and the sum over rows, from which a bias's gradient is made. So the
-# result is neither written in bf16 nor read again.
+# A program has a tile of the result in registers. It writes the tile, its transpose (for weight gradients), the amax,
+# and the sum over rows (for the bias's gradient). So the result is not written in bf16 and read again.
 
 
 class Tile(NamedTuple):
-    """Rows and columns of a program's tile, and its warps."""
+    """Rows, columns and warps of a program's tile."""
 
     rows: int
     columns: int
     warps: int
 
 
-# By operation, where a transpose or sums are made too; benchmarks/casts.py times others.
+# Per operation, if it also writes a transpose or sums. benchmarks/casts.py times other tiles.
 TILES = {
     "cast": Tile(64, 64, 8),
     "gelu": Tile(64, 64, 8),
@@ -203,14 +202,10 @@ TILES = {
     "swiglu": Tile(64, 64, 8),
     "swiglu backward": Tile(32, 64, 4),
 }
-ROWS_ALONE = Tile(2, 2048, 8)  # of every operation; chosen by SwiGLU's times
+ROWS_ALONE = Tile(2, 2048, 8)  # of all operations without a transpose or sums; chosen by SwiGLU's times
+ONE_ROW = Tile(1, 2048, 8)  # of SwiGLU without a cast
 
 # ---- values and gradients --------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def gate_and_up(source, f, inside):
-    return tl.load(source, inside).to(tl.float32), tl.load(source + f, inside).to(tl.float32)
 
 
 @triton.jit
@@ -233,9 +228,9 @@ def _gelu(x):
 
 @triton.jit
 def _put(value, factor, rows, columns, sums, i, j, here, there, m, n):
-    """Write a tile of the [m, n] result, its transpose and its sum; return its largest magnitude.
+    """Write a tile of the [m, n] result, its transpose and its sum; return its amax.
 
-    here, there: which of the rows i and of the columns j are in the result. value is rounded to its own dtype before.
+    here, there: which rows i and columns j are in the result. `value` already has the dtype that it is rounded to.
     """
     inside = here[:, None] & there[None, :]
     value = value.to(tl.float32)
@@ -250,10 +245,10 @@ def _put(value, factor, rows, columns, sums, i, j, here, there, m, n):
 
 
 @triton.jit
-def _cast(dy, x, scale, rows, inverse, columns, amax, sums, m, f, OF: tl.constexpr, M: tl.constexpr, F: tl.constexpr):
-    """Cast x, its activation, or with dy the gradient of x. SwiGLU's has the gradients of gate and up side by side.
+def _cast(dy, x, scale, rows, scale_inv, columns, amax, sums, m, f, OF: tl.constexpr, M: tl.constexpr, F: tl.constexpr):
+    """Cast x, its activation, or with dy the gradient of x. SwiGLU's gradient has those of gate and up side by side.
 
-    Without a scale the result is written in the format of `rows`.
+    Without a scale it writes the result in the dtype of `rows`.
     """
     i, j = tl.program_id(0) * M + tl.arange(0, M), tl.program_id(1) * F + tl.arange(0, F)
     here, there = i < m, j < f
@@ -264,7 +259,8 @@ def _cast(dy, x, scale, rows, inverse, columns, amax, sums, m, f, OF: tl.constex
     if dy is not None:
         grad = tl.load(dy + row * f + j[None, :], inside).to(tl.float32)
     if OF == "swiglu":
-        gate, up = gate_and_up(x + row * (2 * f) + j[None, :], f, inside)
+        at = x + row * (2 * f) + j[None, :]
+        gate, up = tl.load(at, inside).to(tl.float32), tl.load(at + f, inside).to(tl.float32)
         if dy is None:
             value = (gate * tl.sigmoid(gate) * up).to(x.dtype.element_ty)
             top = _put(value, factor, rows, columns, sums, i, j, here, there, m, f)
@@ -286,25 +282,27 @@ def _cast(dy, x, scale, rows, inverse, columns, amax, sums, m, f, OF: tl.constex
         top = _put(value, factor, rows, columns, sums, i, j, here, there, m, f)
     if amax is not None:
         tl.atomic_max(amax, top, sem="relaxed")
-    if inverse is not None:
+    if scale_inv is not None:
         if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-            tl.store(inverse, tl.div_rn(1.0, factor))
+            tl.store(scale_inv, tl.div_rn(1.0, factor))
 
 
 def _run(of: str, dy: Tensor | None, x: Tensor, into: CastInto | None, sums: bool = False) -> tuple[Any, Tensor | None]:
-    """Run the kernel for x [m, f], or [m, 2f] for SwiGLU: (result, with `sums` its sum over rows)."""
-    scale, amax, kind, columns = (None, None, x.dtype, False) if into is None else into
-    tile = TILES[of if dy is None else f"{of} backward"] if columns or sums else ROWS_ALONE
-    x, m, f = x.contiguous(), x.shape[0], x.shape[1] // (2 if of == "swiglu" else 1)
+    """Run the kernel for x [..., f], or [..., 2f] for SwiGLU: (result, with `sums` its sum over rows)."""
+    scale, amax, dtype, columnwise = (None, None, x.dtype, False) if into is None else into
+    tile = ONE_ROW if of == "swiglu" and into is None else ROWS_ALONE
+    tile = TILES[of if dy is None else f"{of} backward"] if columnwise or sums else tile
+    shape, x = x.shape[:-1], x.flatten(0, -2).contiguous()
+    m, f = x.shape[0], x.shape[1] // (2 if of == "swiglu" else 1)
     n, dy = (f, None) if dy is None else (x.shape[1], dy.contiguous())
     grid = triton.cdiv(m, tile.rows), triton.cdiv(f, tile.columns)
-    rows, transposed = x.new_empty(m, n, dtype=kind), x.new_empty(n, m, dtype=kind) if columns else None
-    inverse: Any = None if scale is None else torch.empty_like(scale)
+    rows, transposed = x.new_empty(m, n, dtype=dtype), x.new_empty(n, m, dtype=dtype) if columnwise else None
+    scale_inv: Any = None if scale is None else torch.empty_like(scale)
     parts = x.new_empty(grid[0], n, dtype=torch.float32) if sums else None
-    tensors = dy, x, scale, rows, inverse, transposed, amax, parts
+    tensors = dy, x, scale, rows, scale_inv, transposed, amax, parts
     _cast[grid](*tensors, m, f, OF=of, M=tile.rows, F=tile.columns, num_warps=tile.warps)
-    payload = Payload(rows, inverse, transposed, inverse if columns else None)
-    return rows if into is None else payload, None if parts is None else parts.sum(0)
+    payload = Payload(rows, scale_inv, transposed, scale_inv if columnwise else None)
+    return rows.view(*shape, n) if into is None else payload, None if parts is None else parts.sum(0)
 
 
 # ---- its uses: see kernels/plain.py ----------------------------------------------------------------------------------
@@ -315,65 +313,28 @@ def cast(x: Tensor, into: CastInto) -> Payload:
     return _run("cast", None, x, into)[0]
 
 
-def gelu_forward(x: Tensor, into: CastInto | None = None) -> Tensor | Payload:
-    """Compute GELU; torch's own kernel is one pass."""
-    return plain.gelu_forward(x) if into is None else _run("gelu", None, x, into)[0]
-
-
-def gelu_backward(
-    dy: Tensor, x: Tensor, sums: bool = False, into: CastInto | None = None
-) -> tuple[Tensor | Payload, Tensor | None]:
-    """Compute dx from dy and the input x, all [..., f], and with `sums` its sum."""
-    dx, total = _run("gelu", dy.flatten(0, -2), x.flatten(0, -2), into, sums)
-    return dx if isinstance(dx, Payload) else dx.view_as(x), total
-
-
-# ---- SwiGLU, rotary positions, dropout -------------------------------------------------------------------------------
-
-
-_CHANNEL = tl.constexpr(rng.CHANNEL)
-
-# ---- SwiGLU ----------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _swiglu_forward(x, y, f, BLOCK: tl.constexpr):
-    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < f
-    gate, up = gate_and_up(x + row * 2 * f + columns, f, inside)
-    tl.store(y + row * f + columns, gate * tl.sigmoid(gate) * up, inside)
-
-
-@triton.jit
-def _swiglu_backward(dy, x, dx, f, BLOCK: tl.constexpr):
-    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < f
-    gate, up = gate_and_up(x + row * 2 * f + columns, f, inside)
-    of_gate, of_up = swiglu_gradients(gate, up, tl.load(dy + row * f + columns, inside).to(tl.float32))
-    tl.store(dx + row * 2 * f + columns, of_gate, inside)
-    tl.store(dx + row * 2 * f + f + columns, of_up, inside)
-
-
 def swiglu_forward(x: Tensor, into: CastInto | None = None) -> Tensor | Payload:
     """Compute silu(gate) * up: [..., 2f] -> [..., f]."""
-    if into is not None:
-        return _run("swiglu", None, x, into)[0]
-    x, f = x.contiguous(), x.shape[-1] // 2
-    y = x.new_empty(*x.shape[:-1], f)
-    _swiglu_forward[(y.numel() // f, triton.cdiv(f, 2048))](x, y, f, BLOCK=2048, num_warps=8)
-    return y
+    return _run("swiglu", None, x, into)[0]
+
+
+def gelu_forward(x: Tensor, into: CastInto | None = None) -> Tensor | Payload:
+    """Compute GELU. Without a cast torch's own kernel is one pass."""
+    return plain.gelu_forward(x) if into is None else _run("gelu", None, x, into)[0]
 
 
 def swiglu_backward(
     dy: Tensor, x: Tensor, sums: bool = False, into: CastInto | None = None
 ) -> tuple[Tensor | Payload, Tensor | None]:
-    """Compute dx [..., 2f] from dy [..., f] and the input x, and with `sums` its sum."""
-    if into is not None:
-        return _run("swiglu", dy, x, into, sums)
-    dy, x, f = dy.contiguous(), x.contiguous(), dy.shape[-1]
-    dx = torch.empty_like(x)
-    _swiglu_backward[(dy.numel() // f, triton.cdiv(f, 2048))](dy, x, dx, f, BLOCK=2048, num_warps=8)
-    return dx, sum_rows(dx) if sums else None
+    """Compute dx [..., 2f] from dy [..., f] and the input x; with `sums` also its sum."""
+    return _run("swiglu", dy, x, into, sums)
+
+
+def gelu_backward(
+    dy: Tensor, x: Tensor, sums: bool = False, into: CastInto | None = None
+) -> tuple[Tensor | Payload, Tensor | None]:
+    """Compute dx from dy and the input x, all [..., f]; with `sums` also its sum."""
+    return _run("gelu", dy, x, into, sums)
 
 
 # ---- rotary positions ------------------------------------------------------------------------------------------------
@@ -383,7 +344,7 @@ def swiglu_backward(
 def _rotate(
     x, y, cos, sin, x_strides, y_strides, b, n, rope_b, SIGN: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr
 ):
-    """Turn channels i and i + HALF of every head of one token by SIGN * angle; SIGN 0 copies."""
+    """Rotate channels i and i + HALF of every head of one token by SIGN * angle; SIGN 0 copies."""
     row, sample = (tl.program_id(0) // b).to(tl.int64), (tl.program_id(0) % b).to(tl.int64)
     head, channel = tl.arange(0, HEADS).to(tl.int64)[:, None], tl.arange(0, HALF)[None, :]
     inside = head < n
@@ -400,7 +361,7 @@ def _rotate(
 
 
 def _turn(x: Tensor, y: Tensor, rope: Rope | None, sign: int) -> None:
-    """Write x turned by sign * angle to y. x, y [s, b, n, d], last stride 1; rope: cos and sin [s, b or 1, 1, d/2]."""
+    """Rotate x by sign * angle into y. x, y [s, b, n, d], last stride 1; rope: cos and sin [s, b or 1, 1, d/2]."""
     s, b, n, d = x.shape
     assert x.stride(-1) == y.stride(-1) == 1 and d & (d - 1) == 0
     cos, sin = rope if rope is not None else (x, x)
@@ -410,14 +371,14 @@ def _turn(x: Tensor, y: Tensor, rope: Rope | None, sign: int) -> None:
 
 
 def split_heads(qkv: Tensor, sizes: tuple[int, int, int], rope: Rope) -> tuple[Tensor, ...]:
-    """Turn q and k in place: qkv [s, b, n + 2g, d] -> views q, k, v of it. d is a power of 2."""
+    """Rotate q and k in place: qkv [s, b, n + 2g, d] -> its views q, k, v. d is a power of 2."""
     turned = qkv[:, :, : sizes[0] + sizes[1]]
     _turn(turned, turned, rope, 1)
     return qkv.split(sizes, 2)
 
 
 def split_heads_backward(grads: tuple[Tensor, Tensor, Tensor], rope: Rope) -> Tensor:
-    """Turn dq and dk back and join: dq, dk, dv [s, b, n or g, d] -> dqkv [s, b, n + 2g, d]."""
+    """Rotate dq and dk back and concatenate: dq, dk, dv [s, b, n or g, d] -> dqkv [s, b, n + 2g, d]."""
     s, b, _, d = grads[0].shape
     sizes = [g.shape[2] for g in grads]
     out = grads[0].new_empty(s, b, sum(sizes), d)
@@ -428,10 +389,12 @@ def split_heads_backward(grads: tuple[Tensor, Tensor, Tensor], rope: Rope) -> Te
 
 # ---- dropout ---------------------------------------------------------------------------------------------------------
 
+_CHANNEL = tl.constexpr(rng.CHANNEL)
+
 
 @triton.jit
 def _mix(x):
-    """Mix as minitron.kernels.rng does: in uint32, where products wrap by themselves."""
+    """Mix as minitron.kernels.rng does, in uint32, where products wrap."""
     x = (x ^ (x >> 16)) * 0x21F0AAAD
     x = (x ^ (x >> 15)) * 0x735A2D97
     return x ^ (x >> 15)
@@ -439,12 +402,12 @@ def _mix(x):
 
 @triton.jit
 def _index_word(index):
-    """Hash a channel's or a head's number: its lower 32 bits, then its upper ones, which are 0."""
+    """Hash the number of a channel or a head: its lower 32 bits, then its upper 32 bits, which are 0."""
     return _mix(_mix(index.to(tl.uint32) ^ _CHANNEL))
 
 
 def as_int32(word: int) -> int:
-    """Return the signed number with the bits of a word: one type of argument for all words, so one compilation."""
+    """Return the signed number with the bits of `word`. All words then have one argument type: one compilation."""
     return word - (word >> 31 << 32)
 
 
@@ -462,7 +425,7 @@ def _drop_elements(
 
 
 def drop_elements(x: Tensor, keys: Tensor, place: int, first: int, threshold: int, factor: float) -> Tensor:
-    """Zero what its random word is too small for, scale the rest; see kernels/rng.py. All words are made in place."""
+    """Zero the elements whose random word is below the threshold, scale the others; see kernels/rng.py."""
     x, h, tokens = x.contiguous(), x.shape[2], keys.numel()
     y, tile = torch.empty_like(x), dict(ROWS=4, BLOCK=1024, num_warps=8)  # a channel's word serves four rows
     grid = triton.cdiv(tokens, tile["ROWS"]), triton.cdiv(h, tile["BLOCK"])
@@ -470,9 +433,6 @@ def drop_elements(x: Tensor, keys: Tensor, place: int, first: int, threshold: in
         x, y, keys.contiguous(), as_int32(place), first, tokens, h, factor, THRESHOLD=threshold, **tile
     )
     return y
-
-
-# ---- sums ------------------------------------------------------------------------------------------------------------
 
 
 # ---- attention, merged from two sets of keys -------------------------------------------------------------------------
@@ -487,7 +447,7 @@ def _at(strides, sample, head, row):
 def _merge(
     out, lse, block_out, block_lse, of_out, of_lse, of_block, of_block_lse, n, s, d, ROWS: tl.constexpr, D: tl.constexpr
 ):
-    """Merge some rows of a head. of_out and the like: strides over samples, heads and rows."""
+    """Merge some rows of a head. of_out, of_lse, ...: strides over samples, heads and rows."""
     sample, head = (tl.program_id(1) // n).to(tl.int64), (tl.program_id(1) % n).to(tl.int64)
     row, channel = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, D)
     here, inside = row < s, (row < s)[:, None] & (channel < d)[None, :]
@@ -528,7 +488,7 @@ def _sum_parts(parts, onto, out, n, stride, PARTS: tl.constexpr, BLOCK: tl.const
 
 
 def sum_parts(parts: Tensor, onto: Tensor | None = None) -> Tensor:
-    """Sum over dim 0; see kernels/plain.py. torch's own sum over a first dimension runs at half the speed."""
+    """Sum over dim 0; see kernels/plain.py. torch's own sum over the first dim is slower."""
     out = torch.empty_like(parts[0]) if onto is None else onto
     assert parts[0].is_contiguous() and out.is_contiguous()
     n, stride, grid = out.numel(), parts.stride(0), (triton.cdiv(out.numel(), 2048),)
@@ -538,7 +498,7 @@ def sum_parts(parts: Tensor, onto: Tensor | None = None) -> Tensor:
 
 @triton.jit
 def _square_sums(x, sums, n, BLOCK: tl.constexpr):
-    """Sum every n-th block, n programs."""
+    """Sum the squares of every n-th block, n programs."""
     program, total = tl.program_id(0), tl.zeros([BLOCK], tl.float64)
     for block in range(program, (n - 1) // BLOCK + 1, tl.num_programs(0)):  # n + BLOCK may not fit into int32
         at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -548,7 +508,7 @@ def _square_sums(x, sums, n, BLOCK: tl.constexpr):
 
 
 def square_sum(x: Tensor) -> Tensor:
-    """Sum the squares; see kernels/plain.py. torch's own reads 3.3 TB/s on an H200, this one 4.4."""
+    """Sum the squares; see kernels/plain.py. torch's own kernel reads memory more slowly."""
     assert x.is_contiguous()
     programs = min(triton.cdiv(x.numel(), 4096), 4 * torch.cuda.get_device_properties(x.device).multi_processor_count)
     sums = x.new_empty(programs, dtype=torch.float64)
@@ -563,7 +523,7 @@ def add_product(out: Tensor, dy: Tensor, x: Tensor, *, add: bool) -> None:
     """Write or add dy^T x; see kernels/plain.py."""
     if dy.dtype == torch.float32:
         plain.add_product(out, dy, x, add=add)
-    elif out.dtype == dy.dtype:  # the GEMM adds in float32 and rounds as it stores, parts too where it splits the sum
+    elif out.dtype == dy.dtype:  # the GEMM adds in float32 and rounds when it stores; split sums are rounded more often
         out.addmm_(dy.t(), x, beta=int(add))
     elif add:
         torch.ops.aten.addmm.dtype_out(out, dy.t(), x, torch.float32, out=out)
@@ -599,8 +559,8 @@ def _add_sorted(table, ids, ends, order, rows, first, size, h, BLOCK: tl.constex
 def add_rows_(table: Tensor, ids: Tensor, first: int, rows: Tensor, in_order: bool = False) -> Tensor:
     """Add rows to those of a table; see kernels/plain.py.
 
-    To a float32 table tokens that share a row are added in any order, so a deterministic run takes the plain one. For
-    a table of 16 bits tokens are sorted, and a program adds up all rows of an id, in order.
+    For a float32 table, tokens that share a row are added in any order, so a deterministic run calls the plain
+    function. For a 16-bit table, tokens are sorted, and one program adds all rows of an id, in order.
     """
     if table.itemsize < 4:
         h, (known, order) = table.shape[1], ids.flatten().sort(stable=True)
@@ -733,7 +693,7 @@ def cast_master(master: Tensor, scale: Tensor, out: Tensor | None, amax: Tensor 
 
 
 # ---- the time on the device ------------------------------------------------------------------------------------------
-# A recorded step is timed by a kernel that reads the clock of the GPU: see runtime/stragglers.py.
+# A kernel that reads the GPU's clock times a recorded step: see runtime/stragglers.py.
 
 
 @triton.jit
@@ -742,5 +702,5 @@ def _add_now(total, sign):
 
 
 def add_now(total: Tensor, sign: int) -> None:
-    """Add the clock's nanoseconds, times `sign`, to total, 0-d int64, when the current stream comes to it."""
+    """Add the GPU's clock in nanoseconds, times `sign`, to total, 0-d int64, in the order of the current stream."""
     _add_now[(1,)](total, sign, num_warps=1)

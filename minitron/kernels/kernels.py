@@ -22,7 +22,7 @@ from torch import Tensor
 from minitron.config.installed import pip_install
 from minitron.config.schema import Config, PrecisionConfig
 from minitron.kernels import attention, plain
-from minitron.kernels.fp8_torch import BlockScaling, TensorScaling
+from minitron.kernels.fp8_torch import TorchBlockFp8, TorchFp8
 from minitron.kernels.gemm import DTYPES, Gemm
 
 
@@ -39,7 +39,7 @@ class Kernels:
     ops: ModuleType = plain
     gemm: Gemm = field(default_factory=lambda: Gemm(plain.add_product))
     adamw_: Callable[..., None] = plain.adamw_
-    fp8: TensorScaling | None = None
+    fp8: TorchFp8 | None = None
     add_now: Callable[[Tensor, int], None] | None = None
 
     @property
@@ -68,7 +68,7 @@ def choose(cfg: Config, device: torch.device | str) -> Kernels:
     return Kernels(attend, ops, Gemm(apex.add_product), apex.adamw_, backend, add_now)
 
 
-def choose_fp8(precision: PrecisionConfig, device: torch.device) -> TensorScaling:
+def choose_fp8(precision: PrecisionConfig, device: torch.device) -> TorchFp8:
     """Choose the casts and products of precision.fp8. Raises ValueError if precision.fp8_backend cannot run here.
 
     Call it before anything uses cuDNN. Some machines have two copies of cuDNN, torch's and the system's. Transformer
@@ -84,11 +84,11 @@ def choose_fp8(precision: PrecisionConfig, device: torch.device) -> TensorScalin
         except (ImportError, OSError) as error:  # OSError: a CUDA library of another version was loaded before
             fix = f"{pip_install('fp8', '--no-build-isolation')}, or use precision.fp8_backend=torch"
             raise ValueError(f"precision.fp8_backend=te cannot load Transformer Engine ({error}); {fix}") from error
-        return fp8_te.BlockScaling() if block else fp8_te.TensorScaling()
+        return fp8_te.TeBlockFp8() if block else fp8_te.TeFp8()
     if block and precision.fp8_backend == "torch" and device.type != "cpu":
         fix = "use precision.fp8_backend=te, or precision.fp8=delayed or current"
         raise ValueError(f"precision.fp8_backend=torch has blocks for CPUs only, where it checks them; {fix}")
-    return BlockScaling() if block else TensorScaling()
+    return TorchBlockFp8() if block else TorchFp8()
 
 
 def choose_apex(kernels: str, device: torch.device) -> ModuleType | None:

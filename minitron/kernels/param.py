@@ -1,18 +1,18 @@
-"""What is known of each parameter, and where its gradient goes.
+"""Facts about each parameter, and where its gradient goes.
 
-Problem: a layer creates a weight, and other parts need facts about it: initialisation (how it is drawn),
-checkpoints (which part of the whole it is), the optimizer (whether it decays), gradient sums (over which ranks its
-gradient is still to be summed). Rules inferred from names or shapes go wrong silently. The idea: a parameter is an
-ordinary nn.Parameter with two attributes, which `new_parameter` sets where it is created:
+Problem: a layer makes a weight, and other parts need facts about it. Initialisation needs its distribution, checkpoints
+which part of the whole it is, the optimizer whether it decays, gradient sums which ranks have other parts of its
+gradient. Rules inferred from names or shapes go wrong silently. The idea: a parameter is an ordinary nn.Parameter with
+two attributes, which `new_parameter` sets:
 
-    param.spec    a ParamSpec, what it is; frozen
+    param.spec    a ParamSpec, the facts; frozen
     param.slot    a GradSlot, where its gradient is accumulated; None until an optimizer adopts the parameter
 
     norm weight [h], tp 2, sequence parallel    shard None, sum_over_tp: each rank saw half of the tokens
     qkv weight [(n + 2g) d, h], tp 2            shard dim 0 in three chunks; complete on each rank
     norm of q [d], tp 2                         shard None, sum_over_tp: each rank saw half of the heads
 
-The type `Param` tells type checkers of the two; when the program runs, it is nn.Parameter itself.
+Type checkers see `Param` with the two attributes. At run time it is nn.Parameter itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from minitron.comm.collectives import linear_map
 from minitron.comm.mesh import Axis
-from minitron.kernels.fp8_scales import KeptInFp8
+from minitron.kernels.fp8_scales import Fp8WeightScale
 
 if TYPE_CHECKING:
 
@@ -73,11 +73,11 @@ class Shard:
 class ParamSpec:
     """What a parameter is.
 
-    name: in the whole model, the same on every rank that has it. shard: how it is cut over tp, None: every rank holds
-    all of it. decay: whether weight decay applies. std: of its normal initialisation, None: filled with `fill`. tied:
-    the embedding weight that the head shares. uses: how many gradients one backward pass adds. sum_over_tp: a rank's
-    gradient comes from its own tokens or heads only, and is to be summed over tp. kept: its scale, if the optimizer is
-    to keep it as FP8 bytes; until then it has its first values, in the model's format.
+    name: in the whole model, the same on every rank that has the parameter. shard: how it is cut over tp; None: every
+    tp rank holds all of it. decay: whether weight decay applies. std: of its normal initialisation; None: it is filled
+    with `fill`. tied: the embedding weight that the head shares. uses: how many gradients one backward pass adds.
+    sum_over_tp: this rank's gradient comes only from its own tokens or heads, so ranks must sum it over tp. fp8_scale:
+    of a weight that the optimizer keeps as FP8 bytes. Until then the weight has its first values in the model's format.
     """
 
     name: str = ""
@@ -88,19 +88,14 @@ class ParamSpec:
     tied: bool = False
     uses: int = 1
     sum_over_tp: bool = False
-    kept: KeptInFp8 | None = field(default=None, compare=False)
-
-    @property
-    def replicated(self) -> bool:
-        """True if every tensor-parallel rank holds all of it."""
-        return self.shard is None
+    fp8_scale: Fp8WeightScale | None = field(default=None, compare=False)
 
 
 class GradSlot:
     """Where a parameter's gradient is accumulated.
 
-    main_grad: a view into the optimizer's flat buffer of gradients. notify: tells the bucket that main_grad has one
-    gradient more. overwrite: main_grad still holds the last step's gradient, and the next gradient replaces it.
+    main_grad: a view into the optimizer's flat buffer of gradients. notify: call it after each gradient, so that the
+    bucket can be reduced. overwrite: main_grad still holds the last step's gradient, and the next gradient replaces it.
     """
 
     __slots__ = ("main_grad", "notify", "overwrite")
@@ -121,12 +116,12 @@ def new_parameter(shape: tuple[int, ...], spec: ParamSpec, dtype: torch.dtype, d
 
 
 def params_of(module: nn.Module) -> Iterator[Param]:
-    """List the parameters of a module of ours, all of which `new_parameter` has made."""
+    """List the parameters of a module. `new_parameter` must have made all of them."""
     return cast("Iterator[Param]", module.parameters())
 
 
 def named_params_of(module: nn.Module) -> Iterator[tuple[str, Param]]:
-    """List the same with their names in the module."""
+    """List (name in the module, parameter). `new_parameter` must have made all of them."""
     return cast("Iterator[tuple[str, Param]]", module.named_parameters())
 
 

@@ -1,17 +1,17 @@
 """What lies between the GEMMs, in a few lines of torch each, for any device: the contract of kernels/fused.py.
 
-Each function is a whole forward or a whole backward, without autograd: the layers wrap a pair of them in an autograd
-function, and so decide what is kept. kernels/kernels.py chooses once, for a run, between this module and fused.py
-(Triton), which has the same functions. So has planner/dryrun/kernels.py, for dry runs.
+Each function is a whole forward or a whole backward, without autograd. The layers wrap a pair of them in an autograd
+function, which chooses what to save. kernels/kernels.py chooses once per run between this module and fused.py (Triton),
+which has the same functions. planner/dryrun/kernels.py has them for dry runs.
 
     add_norm                     the sum of the residual stream and its norm   Zhang & Sennrich 2019, Ba et al. 2016
     swiglu, gelu                 activations                                   Shazeer 2020, Hendrycks & Gimpel 2016
-    split_heads                  rotary positions, and the cut in q, k, v      Su et al. 2021
+    split_heads                  rotary positions, and the split in q, k, v    Su et al. 2021
     merge_                       attention over two sets of keys               Milakov & Gimelshein 2018
     sum_parts                    partial sums of a product over ranks
-    add_product                  a weight gradient, added to those before it
+    add_product                  a weight gradient, added to the earlier ones
     add_rows_                    the gradient of an embedding
-    softmax_sums, _gradient_     the parts of a cross-entropy that need no other rank
+    softmax_sums, _gradient_     the parts of a cross-entropy that one rank computes alone
     drop_elements                dropout, given its counters                   kernels/rng.py
     cast_master                  an FP8 weight, from the optimizer's state
     adamw_                       the update of flat optimizer states           Loshchilov & Hutter 2019
@@ -49,9 +49,9 @@ def add_norm(
 ) -> tuple[Tensor, Tensor | Payload, Tensor]:
     """Compute total = x + delta + delta_bias and its RMSNorm, or with `bias` its LayerNorm. Without delta total is x.
 
-    x, delta [..., h]; the others [h]. Returns total and y [..., h] in x's dtype, y being the norm of the rounded total,
-    and the statistics that the backward needs, float32: [1, ...] 1 / (root mean square), or [2, ...] 1 / (standard
-    deviation) and mean. into: return the cast of y in its place.
+    x, delta [..., h]; the others [h]. Returns total and y [..., h] in x's dtype, and float32 statistics for the
+    backward. y is the norm of the rounded total. Statistics: [1, ...] 1 / (root mean square), or [2, ...] 1 / (standard
+    deviation) and mean. into: return the cast of y instead of y.
     """
     assert delta is not None or delta_bias is None
     total = x
@@ -72,10 +72,10 @@ def add_norm(
 def add_norm_backward(
     dy: Tensor, dtotal: Tensor | None, total: Tensor, statistics: Tensor, weight: Tensor, delta_bias: bool, frozen: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return dx, which is ddelta too, in total's dtype; and float32 [h] dweight, dbias (LayerNorm), ddelta_bias.
+    """Return dx, which is also ddelta, in total's dtype; and float32 [h] dweight, dbias (LayerNorm), ddelta_bias.
 
-    dtotal: the gradient of the sum, None if only the norm read it. delta_bias: whether ddelta_bias is wanted. frozen:
-    dx alone is wanted.
+    dtotal: the gradient of the sum, None if only the norm read it. delta_bias: compute ddelta_bias. frozen: compute dx
+    only.
     """
     rstd, *means = statistics.unsqueeze(-1)
     normal = (total.float() - means[0] if means else total.float()) * rstd
@@ -91,13 +91,13 @@ def add_norm_backward(
 
 
 # ---- activations -----------------------------------------------------------------------------------------------------
-# A backward returns the gradient dx of the input, and with `sums` dx summed over all dims but the last, in float32: the
-# gradient of the bias that made the input. into: return the cast of the result, which is a matrix, in its place; the
-# result is rounded to x's dtype before.
+# A backward returns the gradient dx of the input. sums: also return the float32 sum of dx over all dims but the last,
+# the gradient of a bias before the activation. into: return the cast of the result, a matrix, instead of the result. It
+# is rounded to x's dtype before the cast.
 
 
 def swiglu_forward(x: Tensor, into: CastInto | None = None) -> Tensor | Payload:
-    """Compute silu(gate) * up, gate and up side by side: [..., 2f] -> [..., f]."""
+    """Compute silu(gate) * up. x is gate and up side by side: [..., 2f] -> [..., f]."""
     gate, up = x.chunk(2, -1)
     return _cast_if(F.silu(gate) * up, into)
 
@@ -131,12 +131,12 @@ def gelu_backward(
 
 def cast(x: Tensor, into: CastInto) -> Payload:
     """Cast x [m, k] times a scale to FP8."""
-    scale, amax, kind, columns = into
+    scale, amax, fp8_dtype, columnwise = into
     if amax is not None:
         torch.maximum(amax, largest(x), out=amax)
-    limit = torch.finfo(kind).max  # a float8 conversion does not saturate by itself
-    rows, inverse = (x.float() * scale).clamp(-limit, limit).to(kind), scale.reciprocal()
-    return Payload(rows, inverse, transpose(rows), inverse) if columns else Payload(rows, inverse)
+    limit = torch.finfo(fp8_dtype).max  # a conversion to float8 does not saturate
+    rows, scale_inv = (x.float() * scale).clamp(-limit, limit).to(fp8_dtype), scale.reciprocal()
+    return Payload(rows, scale_inv, transpose(rows), scale_inv) if columnwise else Payload(rows, scale_inv)
 
 
 def _cast_if(x: Tensor, into: CastInto | None) -> Tensor | Payload:
@@ -154,7 +154,7 @@ def largest(x: Tensor) -> Tensor:
 
 
 def transpose(x: Tensor) -> Tensor:
-    """Transpose an FP8 matrix, contiguously. Its bytes are moved, since float8 has no copy kernel on some devices."""
+    """Return a contiguous transpose of an FP8 matrix. It copies bytes: some devices have no copy kernel for float8."""
     return x.view(torch.uint8).t().contiguous().view(x.dtype)
 
 
@@ -162,20 +162,20 @@ def transpose(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, rope: Rope, sign: int = 1) -> Tensor:
-    """Turn channel i together with channel i + d/2 (the convention of Hugging Face's Llama). x [s, b, n, d]."""
+    """Rotate channels i and i + d/2 together (the convention of Hugging Face's Llama). x [s, b, n, d]."""
     (first, second), (cos, sin) = x.float().chunk(2, -1), rope
     sin = sin * sign
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
 
 def split_heads(qkv: Tensor, sizes: tuple[int, int, int], rope: Rope) -> tuple[Tensor, ...]:
-    """Cut qkv [s, b, n + 2g, d] in q, k, v, of sizes (n, g, g), and turn q and k. The memory of qkv may be reused."""
+    """Split qkv [s, b, n + 2g, d] into q, k, v, of sizes (n, g, g), and rotate q and k. May overwrite qkv."""
     q, k, v = qkv.split(sizes, 2)
-    return rotate(q, rope), rotate(k, rope), v.contiguous()  # a copy, so that qkv can go
+    return rotate(q, rope), rotate(k, rope), v.contiguous()  # a copy, so that qkv can be freed
 
 
 def split_heads_backward(grads: tuple[Tensor, Tensor, Tensor], rope: Rope) -> Tensor:
-    """Turn dq and dk back and join: dq, dk, dv [s, b, n or g, d] -> dqkv [s, b, n + 2g, d]."""
+    """Rotate dq and dk back and concatenate: dq, dk, dv [s, b, n or g, d] -> dqkv [s, b, n + 2g, d]."""
     dq, dk, dv = grads
     return torch.cat([rotate(dq, rope, -1), rotate(dk, rope, -1), dv], 2)
 
@@ -186,7 +186,7 @@ def split_heads_backward(grads: tuple[Tensor, Tensor, Tensor], rope: Rope) -> Te
 def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Merge attention over two sets of keys into out [b, n, s, d] and lse [b, n, s]; any strides.
 
-    The block's weight is e^(block_lse - merged lse): a sigmoid of the difference, so nothing overflows.
+    The weight of the block is e^(block_lse - merged lse), a sigmoid of the difference, which cannot overflow.
     """
     wide = torch.promote_types(out.dtype, torch.float32)
     out.copy_(torch.lerp(out.to(wide), block_out.to(wide), torch.sigmoid(block_lse - lse).unsqueeze(-1).to(wide)))
@@ -197,10 +197,7 @@ def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
 
 
 def sum_parts(parts: Tensor, onto: Tensor | None = None) -> Tensor:
-    """Sum [p, ...] over p, in float32 or better. onto: a tensor [...] to add the sum to, in place, and to return.
-
-    The result is rounded once.
-    """
+    """Sum [p, ...] over p, in float32 or better, and round once. onto [...]: add the sum to it in place; return it."""
     wide = torch.promote_types(parts.dtype, torch.float32)
     return parts.sum(0) if onto is None else onto.add_(parts.sum(0, dtype=wide))
 
@@ -214,9 +211,9 @@ def square_sum(x: Tensor) -> Tensor:
 
 
 def add_product(out: Tensor, dy: Tensor, x: Tensor, *, add: bool) -> None:
-    """Write dy^T x to out [n, k], or `add` it; dy [m, n], x [m, k]. Without `add` out may hold NaN before.
+    """Write dy^T x to out [n, k], or `add` it; dy [m, n], x [m, k]. Without `add`, out may contain NaN before.
 
-    out is float32 or wider. Or it has the 16-bit format of dy and x, and gets the float32 sum, rounded once.
+    out is float32 or wider; or it has the 16-bit dtype of dy and x, and the float32 sum is rounded once.
     """
     if out.itemsize >= 4:
         out.addmm_(dy.t().to(out.dtype), x.to(out.dtype), beta=int(add))
@@ -231,14 +228,13 @@ def add_product(out: Tensor, dy: Tensor, x: Tensor, *, add: bool) -> None:
 def add_rows_(table: Tensor, ids: Tensor, first: int, rows: Tensor, in_order: bool = False) -> Tensor:
     """Add each row to table[id - first], if the id is within the table.  table [v, h], ids [...], rows [..., h].
 
-    in_order: rows are added in a fixed order, so that sums on two ranks or in two runs agree bit by bit. A table of 16
-    bits gets the float32 sum of its rows, rounded once, as torch does it on a CPU: to add a thousand rows one by one, 8
-    bits would not do.
+    in_order: add rows in a fixed order, so that sums on two ranks or in two runs are equal bit by bit. For a 16-bit
+    table rows are summed in float32 and rounded once, as torch does on a CPU; bf16 sums would lose small terms.
     """
     local = ids.flatten() - first
     outside = (local < 0) | (local >= table.shape[0])
     local, rows = local.masked_fill(outside, 0), rows.flatten(0, -2).masked_fill(outside.unsqueeze(-1), 0)
-    if in_order and table.is_cuda:  # there index_add_ adds in any order, and index_put_ sorts; on a CPU index_add_ does
+    if in_order and table.is_cuda:  # on CUDA index_add_ adds in any order and index_put_ sorts
         return table.index_put_((local,), rows.to(table.dtype), accumulate=True)
     return table.index_add_(0, local, rows.to(table.dtype))
 
@@ -251,9 +247,9 @@ def softmax_sums(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Reduce each row of logits [..., v] to its maximum, its sum of exp(x - maximum) and the label's logit.
 
-    labels are global ids, `first` is the id of column 0; for the label of another rank's column the logit is 0. Columns
-    from num_ids on (None: no column) pad the vocabulary and are left out: a row of padding alone has the maximum -inf
-    and the sum 0. Returns three float32 tensors [...].
+    labels are global ids, and `first` is the id of column 0. The logit of a label in another rank's columns is 0.
+    Columns from num_ids on (None: no columns) are padding and do not count: a row of padding has maximum -inf and sum
+    0. Returns three float32 tensors [...].
     """
     x = logits[..., :num_ids].float()
     local, inside = _local(labels, first, x.shape[-1])
@@ -277,7 +273,7 @@ def softmax_gradient_(
 
 
 def _local(labels: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return each label's column on this rank (0 if another rank has it), and whether this rank has it."""
+    """Return each label's column on this rank, 0 if another rank has the label; and whether this rank has the label."""
     local = labels - first
     inside = (local >= 0) & (local < size)
     return local.masked_fill(~inside, 0), inside
@@ -287,7 +283,7 @@ def _local(labels: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
 
 
 def cast_master(master: Tensor, scale: Tensor, out: Tensor | None, amax: Tensor | None) -> None:
-    """Write masters [n] as the model has them, rounded to bf16, times scale [1], to `out` [n], an FP8 format.
+    """Round masters [n] to bf16, as the model has them, and cast them times scale [1] to `out` [n], an FP8 dtype.
 
     amax [1] is raised to their largest magnitude. out or amax may be None.
     """
@@ -295,7 +291,7 @@ def cast_master(master: Tensor, scale: Tensor, out: Tensor | None, amax: Tensor 
     if amax is not None:
         torch.maximum(amax, largest(rounded), out=amax)
     if out is not None:
-        values = cast(rounded, CastInto(scale, None, out.dtype)).rows
+        values = cast(rounded, CastInto(scale, None, out.dtype)).rowwise
         out.view(torch.uint8).copy_(values.view(-1).view(torch.uint8))
 
 
@@ -303,10 +299,7 @@ def cast_master(master: Tensor, scale: Tensor, out: Tensor | None, amax: Tensor 
 
 
 class AdamState(NamedTuple):
-    """Flat tensors [n]: float32 all but `param`, the model's own slice, which may be the master itself.
-
-    `grad` is float32 or bf16.
-    """
+    """Flat float32 tensors [n]. `grad` may be bf16. `param` is the model's slice, which may be the master itself."""
 
     master: Tensor
     grad: Tensor
@@ -317,7 +310,7 @@ class AdamState(NamedTuple):
 
 
 class AdamHyper(NamedTuple):
-    """Numbers of AdamW that hold for every state."""
+    """Numbers of AdamW that all states share."""
 
     lr: float
     betas: tuple[float, float]
@@ -329,8 +322,8 @@ def adamw_(
 ) -> None:
     """Update every state with grad / divisor, unless found_inf is 1, and cast the master to `param`.
 
-    steps: updates including this one. steps, divisor and found_inf are 0-d float32 on the device. Afterwards the
-    gradients are no longer valid. updated(i) is called as soon as state i has its new parameters.
+    steps: updates including this one. steps, divisor and found_inf are 0-d float32 on the device. Gradients are invalid
+    after this call. It calls updated(i) as soon as state i has its new parameters.
     """
     for decay in {s.decay for s in states}:
         masters, grads, averages, squares, _, _ = map(list, zip(*(s for s in states if s.decay == decay)))

@@ -1,7 +1,7 @@
-"""The pointwise parts of a transformer block: the residual stream with its norms, rotary positions.
+"""The pointwise parts of a transformer block: the residual stream with its norms, and rotary positions.
 
-Here is their autograd: what each keeps for its backward pass. What they compute is in kernels/plain.py, and again,
-as one kernel each, in kernels/fused.py; `ops` is the one of the two modules that the model was built with.
+This file has their autograd: what each saves for its backward pass. kernels/plain.py has the computation in torch, and
+kernels/fused.py has it as one Triton kernel each. `ops` is the module that the run chose.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Residual(NamedTuple):
     bias: Param | None = None  # [h]
 
     def sum(self) -> Tensor:
-        """Add up to one tensor, for where there is no norm: between pipeline stages."""
+        """Compute the sum as one tensor. Pipeline stages call it, because no norm follows there."""
         if self.delta is None:
             return self.x
         if self.bias is None:
@@ -40,7 +40,7 @@ class Residual(NamedTuple):
 
 
 class _AddNorm(torch.autograd.Function):
-    """Keeps the sum and two numbers a row. The gradient of the sum joins the norm's own in one pass."""
+    """Saves the sum and one or two numbers per row. One backward pass also adds the gradient of the sum."""
 
     @staticmethod
     def forward(
@@ -60,7 +60,7 @@ class _AddNorm(torch.autograd.Function):
             cast, y = y, x.new_empty(()).expand_as(x)
         ctx.save_for_backward(total, statistics)
         ctx.params, ctx.summed, ctx.ops = (weight, bias, delta_bias), delta is not None, ops
-        ctx.set_materialize_grads(False)  # nothing reads the last sum but its norm
+        ctx.set_materialize_grads(False)  # only its norm reads the last sum
         return total, y, cast
 
     @staticmethod
@@ -83,9 +83,9 @@ class Norm(nn.Module):
         self.eps, self.ops = eps, layout.kernels.ops
 
     def forward(self, stream: Residual, reader: Gemm | None = None) -> tuple[Tensor, Tensor | Quantized]:
-        """Return the stream's sum and the norm of it, both [..., h]; cast in the same kernel if it can be.
+        """Return the stream's sum and its norm, both [..., h]. The same kernel casts the norm if the scale is known.
 
-        reader: the number format of the only layer that reads the norm; None: it is wanted as it is.
+        reader: the number format of the only layer that reads the norm; None: do not cast it.
         """
         into = None if reader is None else reader.cast_before(torch.is_grad_enabled())
         total, y, cast = _AddNorm.apply(*stream, self.weight, self.bias, self.eps, self.ops, into)
@@ -93,7 +93,7 @@ class Norm(nn.Module):
 
     @torch.no_grad()
     def recompute(self, total: Tensor, reader: Gemm | None = None) -> Tensor | Quantized:
-        """Return the norm of that sum once more: selective recomputation calls it in the backward pass."""
+        """Compute the norm of `total` again. Selective recomputation calls it in the backward pass."""
         into = None if reader is None else reader.cast_before(True)
         norm = _AddNorm.apply(total, None, None, self.weight, self.bias, self.eps, self.ops, into)
         return norm[1] if norm[2] is None else Quantized(*norm[1:])
@@ -102,8 +102,8 @@ class Norm(nn.Module):
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
     """Compute the angle per position of each pair of channels: [d/2], float32 (Su et al. 2021).
 
-    scaling: Llama 3.1's. Wavelengths longer than the old context are stretched by `factor`, those much shorter are
-    left alone, those between are blended.
+    scaling: of Llama 3.1. It stretches wavelengths longer than the old context by `factor`, keeps much shorter ones,
+    and blends those between.
     """
     frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if scaling is None:

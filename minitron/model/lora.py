@@ -143,7 +143,7 @@ class _Adapted(torch.autograd.Function):
     ) -> Tensor:
         linear = adapter.linear
         exchange = adapter.exchange(adapter.scaled(rows(adapter.drop(x, keys)), a.t()), forward=True)
-        payload = linear.gemm.quantize(rows(x), linear.input_axis, columns=False, record=training)
+        payload = linear.gemm.quantize(rows(x), linear.input_axis, columnwise=False, record=training)
         y = (column_forward if linear.by_columns else row_forward)(linear, payload)
         u = exchange.wait()
         for (outputs, columns), factor in zip(adapter.places, b, strict=True):
@@ -161,7 +161,7 @@ class _Adapted(torch.autograd.Function):
             du[:, columns].addmm_(dy[:, outputs], factor, beta=0, alpha=adapter.scale)
         exchange = adapter.exchange(du, forward=False)
         if ctx.needs_input_grad[0]:
-            payload = linear.gemm.quantize_grad(dy, linear.grad_axis, columns=False)
+            payload = linear.gemm.quantize_grad(dy, linear.grad_axis, columnwise=False)
             dx, _ = (column_backward if linear.by_columns else row_backward)(linear, payload, None, need_dx=True)
         db = [
             adapter.add_gradient(factor, dy[:, outputs], u[:, columns])

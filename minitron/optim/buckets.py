@@ -4,7 +4,7 @@ Problem: a model has thousands of parameters. A collective, a norm and an update
 a reduction after the backward would leave the network idle until then. The idea:
   1. Parameters of one kind (dtype, weight decay, replicated over tp, tied) are laid out in a flat buffer. Their
      gradients have a second buffer with the same layout. `param.data` and `param.slot.main_grad` are views.
-  2. A layer's backward adds its weight gradient to `main_grad` and calls `param.slot.notify()`: that is `Bucket.report`.
+  2. A layer's backward adds its weight gradient to `main_grad` and calls `param.slot.notify`, which is `Bucket.report`.
   3. In the chunk's last backward `report` starts the bucket's reduce-scatter over dp_cp when all its gradients are
      there (`Bucket.reduce`). Rank r keeps the sum of slice r.
   4. The optimizer updates slice r of the parameters (ZeRO-1). `Bucket.start_gather` gathers the other slices.
@@ -43,7 +43,7 @@ from minitron.comm.collectives import all_reduce_, gather_json
 from minitron.comm.handle import Handle
 from minitron.comm.mesh import Axis, Mesh
 from minitron.config.sizes import bucket_limit
-from minitron.kernels.fp8_scales import KINDS
+from minitron.kernels.fp8_scales import FP8_DTYPES
 from minitron.kernels.kernels import Kernels
 from minitron.kernels.param import GradSlot, Param, params_of
 from minitron.optim.slices import ProcessGroupSlices, choose_slices
@@ -67,8 +67,8 @@ class BucketKey(NamedTuple):
 
 def bucket_key(param: Param) -> BucketKey:
     """Return the key of the bucket that a parameter goes into."""
-    spec, dtype = param.spec, param.dtype if param.spec.kept is None else KINDS["weight"]
-    return BucketKey(dtype, spec.decay, spec.replicated, spec.sum_over_tp, spec.tied)
+    spec, dtype = param.spec, param.dtype if param.spec.fp8_scale is None else FP8_DTYPES["weight"]
+    return BucketKey(dtype, spec.decay, spec.shard is None, spec.sum_over_tp, spec.tied)
 
 
 class Span(NamedTuple):
@@ -154,7 +154,7 @@ class Bucket:
         self.square_sum, self.stream = square_sum, stream
         self.early_norm = stream is not None and not (plan.key.tied or plan.key.sum_over_tp)  # no sum is to come
         self.params = {span.name: params[span.name] for span in plan.spans}
-        in_fp8 = plan.key.dtype == KINDS["weight"]
+        in_fp8 = plan.key.dtype == FP8_DTYPES["weight"]
         self.data = slices.zeros(plan.size, torch.uint8 if in_fp8 else plan.key.dtype)  # no collective knows FP8
         self.grad = slices.zeros(plan.size, grad_dtype)
         self.data_slice, self.grad_slice = slices.own(self.data), slices.own(self.grad)

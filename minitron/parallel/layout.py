@@ -8,7 +8,7 @@ import torch
 
 from minitron.comm.mesh import Axis, Mesh
 from minitron.config.schema import Config
-from minitron.kernels.fp8_scales import KeptInFp8
+from minitron.kernels.fp8_scales import Fp8WeightScale
 from minitron.kernels.gemm import DTYPES, Gemm
 from minitron.kernels.kernels import PLAIN, Kernels
 from minitron.kernels.param import Param, ParamSpec, Shard, new_parameter
@@ -53,17 +53,19 @@ class Layout:
         fill: float = 0.0,
         per_head: bool = False,
         whole_sequence: bool = False,
-        kept: KeptInFp8 | None = None,
+        fp8_scale: Fp8WeightScale | None = None,
     ) -> Param:
         """Make this rank's part of a parameter of full `shape`, cut by `shard` (None: replicated over tp).
 
         std: of its normal initialisation; None fills it with `fill`. Matrices decay, vectors do not. The gradient of a
         replicated parameter is summed over tp in two cases: under sequence parallelism a rank has the gradient of its
         own tokens, and with per_head=True that of its own heads. whole_sequence=True: every rank computes the gradient
-        of all tokens, so sequence parallelism needs no sum. kept: see ParamSpec.
+        of all tokens, so sequence parallelism needs no sum. fp8_scale: see ParamSpec.
         """
         partial = shard is None and self.axis.size > 1 and (per_head or self.sequence_parallel and not whole_sequence)
-        spec = ParamSpec(shard=shard, decay=len(shape) > 1, std=std, fill=fill, sum_over_tp=partial, kept=kept)
+        spec = ParamSpec(
+            shard=shard, decay=len(shape) > 1, std=std, fill=fill, sum_over_tp=partial, fp8_scale=fp8_scale
+        )
         return new_parameter(shape, spec, self.dtype, self.device)
 
 

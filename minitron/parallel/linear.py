@@ -150,7 +150,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         keep = training and recompute_input is None and ctx.needs_input_grad[2]
         if payload is None:
-            payload = linear.gemm.quantize(rows(x), linear.input_axis, columns=keep, record=training)
+            payload = linear.gemm.quantize(rows(x), linear.input_axis, columnwise=keep, record=training)
         ctx.linear, ctx.recompute_input, ctx.batch = linear, recompute_input, x.shape[1:-1]
         if keep:
             ctx.save_for_backward(*payload.for_weight_grad())
@@ -164,7 +164,7 @@ class _Linear(torch.autograd.Function):
         db = accumulate(linear.bias, sum_rows(dy)) if need_db else None
         if not (need_dx or need_dw):
             return None, None, None, db, None, None, None
-        payload = linear.gemm.quantize_grad(dy, linear.grad_axis, columns=need_dw)
+        payload = linear.gemm.quantize_grad(dy, linear.grad_axis, columnwise=need_dw)
         del dy  # rows() has copied it if it was not contiguous
         dx, dw = (column_backward if linear.by_columns else row_backward)(linear, payload, x, need_dx)
         return None if dx is None else unrows(dx, ctx.batch), None, dw, db, None, None, None
@@ -175,7 +175,9 @@ def saved_or_recomputed(saved: Sequence[Tensor], recompute_input: RecomputeInput
     if recompute_input is None:
         return Payload(*saved)
     x, payload = parts_of(recompute_input())
-    return linear.gemm.quantize(rows(x), linear.input_axis, columns=True, record=True) if payload is None else payload
+    return (
+        linear.gemm.quantize(rows(x), linear.input_axis, columnwise=True, record=True) if payload is None else payload
+    )
 
 
 def parts_of(x: Tensor | Quantized) -> tuple[Tensor, Payload | None]:
@@ -231,7 +233,7 @@ class ColumnParallelLinear(ParallelLinear):
     ):
         shard = Shard(0, layout.axis, chunks)
         super().__init__(
-            layout.parameter((sum(chunks), in_features), shard, std=std, kept=gemm.kept),
+            layout.parameter((sum(chunks), in_features), shard, std=std, fp8_scale=gemm.fp8_scale),
             layout.parameter((sum(chunks),), shard) if bias else None,
             gemm,
             layout,
@@ -248,7 +250,7 @@ class RowParallelLinear(ParallelLinear):
     def __init__(self, in_features: int, out_features: int, layout: Layout, *, std: float, bias: bool, gemm: Gemm):
         super().__init__(
             layout.parameter(
-                (out_features, in_features), Shard(1, layout.axis, (in_features,)), std=std, kept=gemm.kept
+                (out_features, in_features), Shard(1, layout.axis, (in_features,)), std=std, fp8_scale=gemm.fp8_scale
             ),
             layout.parameter((out_features,)) if bias else None,
             gemm,

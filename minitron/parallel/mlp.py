@@ -58,9 +58,9 @@ class _MLP(torch.autograd.Function):
         keep, (_, _, need_up, _, need_down, *_) = training and recompute_input is None, ctx.needs_input_grad
         keep_x, keep_act = keep and need_up, keep and need_down  # else recomputed, or not needed
         if cast is None:
-            cast = up.gemm.quantize(rows(x), up.input_axis, columns=keep_x, record=training)
+            cast = up.gemm.quantize(rows(x), up.input_axis, columnwise=keep_x, record=training)
         inner = column_forward(up, cast)
-        act = down.gemm.quantize_activation(inner, activation, columns=keep_act, record=training)
+        act = down.gemm.quantize_activation(inner, activation, columnwise=keep_act, record=training)
         ctx.layers, ctx.recompute_input, ctx.batch = (up, down, activation), recompute_input, x.shape[1:-1]
         saved_x = cast.for_weight_grad() if keep_x else NOTHING
         ctx.save_for_backward(inner, *saved_x, *(act.for_weight_grad() if keep_act else NOTHING))
@@ -74,10 +74,10 @@ class _MLP(torch.autograd.Function):
         if need_down and ctx.recompute_input is None:
             act = Payload(*saved[4:])
         elif need_down:
-            act = down.gemm.quantize_activation(inner, activation, columns=True, record=True)
-        payload = down.gemm.quantize_grad(rows(dy), down.grad_axis, columns=need_down)
+            act = down.gemm.quantize_activation(inner, activation, columnwise=True, record=True)
+        payload = down.gemm.quantize_grad(rows(dy), down.grad_axis, columnwise=need_down)
         d_act, dw_down = row_backward(down, payload, act, need_dx=True)
-        d_inner, sums = up.gemm.quantize_activation_grad(d_act, inner, activation, columns=need_up, sums=need_bias)
+        d_inner, sums = up.gemm.quantize_activation_grad(d_act, inner, activation, columnwise=need_up, sums=need_bias)
         del d_act
         db = None if sums is None else accumulate(up.bias, sums)
         if need_up:

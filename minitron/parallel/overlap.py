@@ -151,7 +151,7 @@ class SymmetricMemoryComm(ProcessGroupComm):
     def gather_matmul(
         self, x: Payload, product: Product, weight: Tensor, n: int, *, keep: bool = False
     ) -> tuple[Tensor, Payload | None]:
-        m = x.rows.shape[0]
+        m = x.rowwise.shape[0]
         y = weight.new_empty(self.axis.size * m, n, dtype=self.dtype)
         self.axis.activity.pause()
         parts, whole, memory = self._begin_gather(x)
@@ -176,9 +176,9 @@ class SymmetricMemoryComm(ProcessGroupComm):
         return y, x.of(whole) if keep else None
 
     def matmul_scatter(self, x: Payload, product: Product, weight: Tensor, n: int) -> Tensor:
-        main, m = self._main(), x.rows.shape[0] // self.axis.size
+        main, m = self._main(), x.rowwise.shape[0] // self.axis.size
         self.axis.activity.pause()
-        computed, received, memory = self._begin_scatter(x.rows, n)
+        computed, received, memory = self._begin_scatter(x.rowwise, n)
         self._after(self.second_stream, main)
         for i, piece in enumerate(reversed(self._pieces)):  # the own piece is last: no rank waits for it
             stream, own = (main, self.second_stream)[i % 2], i + 1 == len(self._pieces)
@@ -204,7 +204,7 @@ class SymmetricMemoryComm(ProcessGroupComm):
         return self._handle("gather", whole, x.of, held=parts)
 
     def start_matmul_scatter(self, x: Payload, product: Product, weight: Tensor, n: int) -> Handle[Tensor]:
-        computed, received, memory = self._begin_scatter(x.rows, n)
+        computed, received, memory = self._begin_scatter(x.rowwise, n)
         main = self._main()
         product(x, weight, computed)
         self._after(self.copy_stream, main)

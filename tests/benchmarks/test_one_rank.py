@@ -174,7 +174,7 @@ def test_products_in_pieces_add_up_what_was_made_for_each_rank(size, rank):
     )
 
     def product(x, weight, out=None):
-        y = x.rows @ weight
+        y = x.rowwise @ weight
         return y if out is None else out.copy_(y)
 
     weight, x = torch.randn(3, 6), torch.randn(2 * size, 3)
@@ -187,7 +187,7 @@ def test_products_in_pieces_add_up_what_was_made_for_each_rank(size, rank):
             torch.testing.assert_close(comm.matmul_scatter(payload, product, weight, 6), expected)
             torch.testing.assert_close(comm.start_matmul_scatter(payload, product, weight, 6).wait(), expected)
             y, kept = comm.gather_matmul(payload, product, weight, 6, keep=True)
-            assert torch.equal(kept.rows, x.repeat(size, 1))
+            assert torch.equal(kept.rowwise, x.repeat(size, 1))
             torch.testing.assert_close(y, (x @ weight).repeat(size, 1))
 
 

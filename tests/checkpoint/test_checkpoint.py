@@ -228,7 +228,7 @@ def test_fp8_histories_follow_their_layers(ranks, tmp_path):
     more = dataclasses.replace(cfg, precision=dataclasses.replace(cfg.precision, fp8_bf16_layers=1))
     save(start_trainer(more)[0], saving(more, tmp_path / "fewer"), 6)
     trainer, _ = start_trainer(saving(cfg, tmp_path / "fewer"))
-    assert trainer.chunks[0].fp8_state.scaling.cold  # not all of its layers have one: it looks first
+    assert not trainer.chunks[0].fp8_state.scaling.has_history  # not all of its layers have one: it looks first
 
 
 def test_a_head_in_fp8_goes_on_with_its_history(tmp_path):
@@ -239,7 +239,7 @@ def test_a_head_in_fp8_goes_on_with_its_history(tmp_path):
     assert [figures["loss"] for figures in leg(saving(cfg, tmp_path / "with"), 4)] == expected[2:]
     leg(saving(without, tmp_path / "without"), 2)
     trainer, _ = start_trainer(saving(cfg, tmp_path / "without"))
-    assert trainer.chunks[0].fp8_state.scaling.cold  # the head has none: all look first
+    assert not trainer.chunks[0].fp8_state.scaling.has_history  # the head has none: all look first
 
 
 @pytest.mark.sampled(2)

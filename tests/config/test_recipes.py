@@ -131,7 +131,7 @@ def test_recipe_builds_on_every_pipeline_and_tensor_rank(path):
         for chunk in chunks_of(cfg, mesh):
             for param in chunk.parameters():
                 names.add(param.spec.name)
-                copies = p.tp if param.spec.replicated else 1
+                copies = p.tp if param.spec.shard is None else 1
                 second = param.spec.tied and chunk.embedding is None
                 total += 0 if second else param.numel() / copies
     assert sum(name.endswith("attention.qkv.weight") for name in names) == cfg.model.num_layers

@@ -124,13 +124,13 @@ def test_casts(fused, close, name):
     m, gated, backward = rows_of(WIDTH), "swiglu" in name, "backward" in name
     x, dy = randn(m, WIDTH * (1 + gated)), randn(m, WIDTH, seed=1)
     scale, amax = torch.tensor([448 / 256], device=GPU), torch.zeros(1, device=GPU)
-    into = CastInto(scale, amax, E4M3, columns=True)
+    into = CastInto(scale, amax, E4M3, columnwise=True)
     cast, sums = getattr(fused, name)(dy, x, True, into) if backward else (getattr(fused, name)(x, into), None)
-    rows = chosen(m, cast.rows.shape[1])
+    rows = chosen(m, cast.rowwise.shape[1])
     expected = FORMULAS[name](take64(dy, rows), take64(x, rows))
-    values = take(cast.rows, rows).double() * cast.rows_scale.double()
+    values = take(cast.rowwise, rows).double() * cast.rowwise_scale.double()
     close(values, expected, IN_E4M3, floor=float(2.0**-10 / scale / expected.abs().max()))  # of its smallest number
-    assert torch.equal(take(cast.columns.view(torch.uint8).t(), rows), take(cast.rows.view(torch.uint8), rows))
+    assert torch.equal(take(cast.columnwise.view(torch.uint8).t(), rows), take(cast.rowwise.view(torch.uint8), rows))
     assert amax >= (1 - BF16) * expected.abs().max()
     if sums is not None:
         some = [0, WIDTH // 2, WIDTH - 1]
@@ -155,7 +155,7 @@ def test_norms(fused, close, layer_norm):
     close(take(y, rows), expected, BF16)
     into = CastInto(torch.tensor([448 / 64], device=GPU), None, E4M3)
     _, cast, _ = fused.add_norm(x, delta, delta_bias, weight, bias, eps, into)
-    close(take(cast.rows, rows).double() / into.scale, expected, IN_E4M3, floor=1e-4)
+    close(take(cast.rowwise, rows).double() / into.scale, expected, IN_E4M3, floor=1e-4)
     del x, delta, y, cast
     dy, dtotal = randn(m, h, seed=5), randn(m, h, seed=6)
     dx, dweight, dbias, _ = fused.add_norm_backward(dy, dtotal, total, statistics, weight, layer_norm, False)
@@ -365,15 +365,15 @@ def head():
 def test_products_of_the_head(fused, close):
     gemm, (x, weight, rows, columns) = Gemm(fused.add_product), head()
     with torch.no_grad():
-        y = gemm.forward(gemm.quantize(x, columns=True, record=True), weight)
+        y = gemm.forward(gemm.quantize(x, columnwise=True, record=True), weight)
         close(take(y, rows), take64(x, rows) @ weight.double().t(), BF16, LONG_SUM)
         dy = y.normal_(generator=torch.Generator(GPU).manual_seed(2))
-        dx = gemm.input_grad(gemm.quantize_grad(dy, columns=True), weight)
+        dx = gemm.input_grad(gemm.quantize_grad(dy, columnwise=True), weight)
         close(take(dx, rows), take64(dy, rows) @ weight.double(), BF16, LONG_SUM)
         for times in (1, 2):
             assert (
                 gemm.weight_grad(
-                    weight, gemm.quantize_grad(dy, columns=True), gemm.quantize(x, columns=True, record=True)
+                    weight, gemm.quantize_grad(dy, columnwise=True), gemm.quantize(x, columnwise=True, record=True)
                 )
                 is None
             )
@@ -467,22 +467,22 @@ def test_fp8_products_of_the_head(close, recipe):
     """Casts stand for their values, and products are those of what casts stand for."""
     gemm, (x, weight, rows, columns) = fp8_gemm(recipe), head()
     with torch.no_grad():
-        cast, w = gemm.quantize(x, columns=True, record=True), gemm._quantized(weight)
+        cast, w = gemm.quantize(x, columnwise=True, record=True), gemm._quantized(weight)
         tiled = recipe == "block"
-        values = stands_for(w.rows, w.rows_scale, None, tiled)
+        values = stands_for(w.rowwise, w.rowwise_scale, None, tiled)
         y = gemm.forward(cast, weight)
-        close(take(y, rows), stands_for(cast.rows, cast.rows_scale, rows) @ values.t(), BF16, FAST_SUM)
+        close(take(y, rows), stands_for(cast.rowwise, cast.rowwise_scale, rows) @ values.t(), BF16, FAST_SUM)
         dy = y.normal_(generator=torch.Generator(GPU).manual_seed(2))
-        grad = gemm.quantize_grad(dy, columns=True)
-        of_rows = stands_for(grad.rows, grad.rows_scale, rows)
+        grad = gemm.quantize_grad(dy, columnwise=True)
+        of_rows = stands_for(grad.rowwise, grad.rowwise_scale, rows)
         close(of_rows, take64(dy, rows), 2.0**-3 + BF16, floor=1e-3)  # e5m2 has 2 bits
         dx = gemm.input_grad(grad, weight)
         close(take(dx, rows), of_rows @ values, BF16, LONG_SUM)
         del dx, values
-        other = gemm._columns(grad)
+        other = gemm._columnwise(grad)
         of_columns = stands_for(other.values, other.scale, columns)
         close(of_columns, take64(dy.t(), columns), 2.0**-3 + BF16, floor=1e-3)
-        exact = of_columns @ stands_for(*gemm._columns(cast)[:2], None).t()
+        exact = of_columns @ stands_for(*gemm._columnwise(cast)[:2], None).t()
         for times in (1, 2):
             assert gemm.weight_grad(weight, grad, cast) is None
             close(take(weight.slot.main_grad, columns), times * exact, FP32, LONG_SUM)

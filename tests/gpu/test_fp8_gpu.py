@@ -34,7 +34,7 @@ def randn(seed, *shape):
 
 
 def backends(recipe):
-    twin = fp8_torch.BlockScaling() if recipe == "block" else fp8_torch.TensorScaling()
+    twin = fp8_torch.TorchBlockFp8() if recipe == "block" else fp8_torch.TorchFp8()
     return choose_fp8(PrecisionConfig(fp8=recipe), GPU), twin
 
 
@@ -57,9 +57,11 @@ def test_casts_are_the_same(recipe, role, columns):
     (mine, amax), (twin, other) = results
     assert amax is None or torch.equal(amax, other)
     if recipe == "block" and role == "weight":  # tiles have one scale each there, one per row here
-        assert torch.equal(mine.rows_scale[:, :2].t().repeat_interleave(128, 1), twin.rows_scale)
-        assert not columns or torch.equal(mine.columns_scale[:, :3].t().repeat_interleave(128, 1), twin.columns_scale)
-        mine = mine._replace(rows_scale=twin.rows_scale, columns_scale=twin.columns_scale)
+        assert torch.equal(mine.rowwise_scale[:, :2].t().repeat_interleave(128, 1), twin.rowwise_scale)
+        assert not columns or torch.equal(
+            mine.columnwise_scale[:, :3].t().repeat_interleave(128, 1), twin.columnwise_scale
+        )
+        mine = mine._replace(rowwise_scale=twin.rowwise_scale, columnwise_scale=twin.columnwise_scale)
     for part, expected in zip(mine, twin):
         assert (part is None) == (expected is None)
         if part is not None:
@@ -79,11 +81,11 @@ def test_products_equal_those_of_what_the_casts_stand_for(recipe):
         )
         rows, columns = zip(
             *(
-                (Operand(p.rows, p.rows_scale, p is w8), Operand(p.columns, p.columns_scale, p is w8))
+                (Operand(p.rowwise, p.rowwise_scale, p is w8), Operand(p.columnwise, p.columnwise_scale, p is w8))
                 for p in (x8, w8, dy8)
             )
         )
-        assert torch.equal(backend.transpose(x8.rows).view(torch.uint8), x8.rows.view(torch.uint8).t())
+        assert torch.equal(backend.transpose(x8.rowwise).view(torch.uint8), x8.rowwise.view(torch.uint8).t())
         # one rounding to bf16 of the result; float32 sums in another order, in FP8 tensor cores with fewer bits
         gemm = Fp8Gemm(backend, torch.bfloat16)
         gemm._weight = w8
@@ -137,12 +139,12 @@ def test_masters_are_cast_as_transformer_engine_casts():
 
     scale, amax, top = (torch.full((1,), x, device="cuda") for x in (448 / 4.0, 1.0, 1.0))
     backend, _ = backends("delayed")
-    theirs = backend.cast(master.bfloat16(), "weight", ALONE, scale, amax, columns=True)
+    theirs = backend.cast(master.bfloat16(), "weight", ALONE, scale, amax, columnwise=True)
     out = torch.zeros(384 * 256, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
     fused.cast_master(master.view(-1), scale, out, top)
-    assert torch.equal(out.view(torch.uint8), theirs.rows.view(torch.uint8).view(-1)) and top == amax
+    assert torch.equal(out.view(torch.uint8), theirs.rowwise.view(torch.uint8).view(-1)) and top == amax
     columns = backend.transpose(out.view(384, 256))
-    assert torch.equal(columns.view(torch.uint8), theirs.columns.view(torch.uint8))
+    assert torch.equal(columns.view(torch.uint8), theirs.columnwise.view(torch.uint8))
 
 
 def value(x: Operand) -> torch.Tensor:

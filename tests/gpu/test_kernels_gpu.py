@@ -71,16 +71,16 @@ def test_casts_of_what_was_just_computed(m, f, columns, name, sums):
     expected = plain.cast(values, into._replace(amax=other))
     # exp and division differ in the last bits, so now and then bf16 rounds the other way, and FP8 after it
     assert_close_rel(amax, other, 4e-3, "amax")
-    assert_close_rel(rows.float(), expected.rows.float(), 4e-3, name)
+    assert_close_rel(rows.float(), expected.rowwise.float(), 4e-3, name)
     assert rows.float().abs().max() == torch.finfo(kind).max
-    assert torch.equal(inverse, expected.rows_scale)
+    assert torch.equal(inverse, expected.rowwise_scale)
     assert (transposed is not None) == columns and (total is not None) == sums
     if columns:
         assert torch.equal(transposed.float(), rows.float().t())
     if sums:
         assert_close_rel(total, plain.sum_rows(values), 1e-4, "sums")
     again = getattr(fused, name)(*inputs, *more, into._replace(amax=None))
-    assert torch.equal((again[0] if backward else again).rows.float(), rows.float())
+    assert torch.equal((again[0] if backward else again).rowwise.float(), rows.float())
 
 
 @dtypes
@@ -364,10 +364,10 @@ def test_add_norm(dtype, h, layer_norm, delta, delta_bias, dtotal):
     expected = plain.cast(y.flatten(0, -2), CastInto(scale, amax[1], kind))
     # A kernel that stores bytes may add a row up in another order: the last bit of its statistics, and so the cast of
     # a number in a million, is another. One in sixty would be if the norm were not rounded before its cast.
-    near, differ = 1 / 8, cast.rows.float() != expected.rows.float()
+    near, differ = 1 / 8, cast.rowwise.float() != expected.rowwise.float()
     assert torch.equal(again, total) and differ.float().mean() < 1e-4
-    torch.testing.assert_close(cast.rows.float(), expected.rows.float(), rtol=near, atol=2**-9)
-    assert torch.equal(cast.rows_scale, expected.rows_scale)
+    torch.testing.assert_close(cast.rowwise.float(), expected.rowwise.float(), rtol=near, atol=2**-9)
+    assert torch.equal(cast.rowwise_scale, expected.rowwise_scale)
     assert_close_rel(amax[0], amax[1], 2**-7 if dtype == torch.bfloat16 else 2**-9)
 
     dy = randn(5, 211, h, dtype=dtype, seed=5).transpose(0, 1)

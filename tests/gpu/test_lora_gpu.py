@@ -73,7 +73,7 @@ def test_bf16_has_the_gradients_of_float32(targets, dropout):
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
 @pytest.mark.parametrize("targets", TARGETS, ids="-".join)
 def test_fp8_follows_bf16(recipe, targets, monkeypatch):
-    casts, scaling = [], fp8_te.BlockScaling if recipe == "block" else fp8_te.TensorScaling
+    casts, scaling = [], fp8_te.TeBlockFp8 if recipe == "block" else fp8_te.TeFp8
     original = scaling.cast
     monkeypatch.setattr(
         scaling, "cast", lambda self, x, role, *rest: (casts.append(role), original(self, x, role, *rest))[1]

@@ -14,7 +14,15 @@ from minitron.config.schema import PrecisionConfig
 from minitron.data.loader import Loader
 from minitron.kernels import fp8_torch, plain
 from minitron.kernels.fp8 import Fp8Gemm, Fp8State, Fp8States
-from minitron.kernels.fp8_scales import HISTORY, KINDS, DelayedScaling, WeightScales, advance, limit, scale_of
+from minitron.kernels.fp8_scales import (
+    FP8_DTYPES,
+    HISTORY,
+    DelayedScaling,
+    WeightScales,
+    fp8_max,
+    roll_histories,
+    scale_of,
+)
 from minitron.kernels.fp8_torch import Operand
 from minitron.kernels.gemm import Gemm
 from minitron.kernels.kernels import choose_fp8
@@ -60,33 +68,33 @@ def values(payload, columns: bool = False) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("role", ["x", "weight", "dy"])
-@pytest.mark.parametrize("backend", [fp8_torch.TensorScaling(), fp8_torch.BlockScaling()])
+@pytest.mark.parametrize("backend", [fp8_torch.TorchFp8(), fp8_torch.TorchBlockFp8()])
 def test_a_cast_rounds_each_value_once(backend, role):
     x = randn("x", 256, 384) * torch.logspace(-3, 3, 384)
-    payload = backend.cast(x.bfloat16(), role, Axis.single(), None, None, columns=True)
-    blocks = type(backend) is fp8_torch.BlockScaling
+    payload = backend.cast(x.bfloat16(), role, Axis.single(), None, None, columnwise=True)
+    blocks = type(backend) is fp8_torch.TorchBlockFp8
     step = 2**-3 if role == "dy" and not blocks else 2**-4  # half a unit of the last bit kept
     for columns in False, True:
         back, x32 = values(payload, columns), x.bfloat16().float()
         # below the smallest normal number of the scaled format the step no longer shrinks with the value
-        floor = x32.abs().max() / limit(E5M2 if step == 2**-3 else E4M3) * 2**-6
+        floor = x32.abs().max() / fp8_max(E5M2 if step == 2**-3 else E4M3) * 2**-6
         assert ((back - x32).abs() <= x32.abs() * step + floor * step).all()
 
 
 def test_blocks_have_powers_of_two_that_fill_the_range():
     x = randn("x", 256, 256).float()
     x[:, 128:] *= 1e-3
-    rows = fp8_torch.BlockScaling().cast(x, "x", Axis.single(), None, None, columns=False)
-    tiles = fp8_torch.BlockScaling().cast(x, "weight", Axis.single(), None, None, columns=False)
-    assert rows.columns is None and rows.rows_scale.shape == (2, 256)
+    rows = fp8_torch.TorchBlockFp8().cast(x, "x", Axis.single(), None, None, columnwise=False)
+    tiles = fp8_torch.TorchBlockFp8().cast(x, "weight", Axis.single(), None, None, columnwise=False)
+    assert rows.columnwise is None and rows.rowwise_scale.shape == (2, 256)
     for block in range(2):
         part = slice(128 * block, 128 * block + 128)
         for row in range(256):
             tile = slice(row // 128 * 128, row // 128 * 128 + 128)
             for payload, top in ((rows, x[row, part]), (tiles, x[tile, part])):
-                used = float(top.abs().max() / payload.rows_scale[block, row])
+                used = float(top.abs().max() / payload.rowwise_scale[block, row])
                 assert 224 < used <= 448  # of the limit, more than a half
-    assert (torch.frexp(rows.rows_scale).mantissa == 0.5).all()
+    assert (torch.frexp(rows.rowwise_scale).mantissa == 0.5).all()
 
 
 @pytest.mark.parametrize("role, limit", [("x", 448), ("dy", 57344)])
@@ -94,9 +102,9 @@ def test_a_given_scale_saturates_and_notes_the_magnitude(role, limit):
     """Whether a conversion to float8 saturates by itself depends on the format, the device and torch's version."""
     x = torch.tensor([[0.5, -3.0, 100.0, 1e-9]])
     scale, amax = torch.tensor([limit / 100]), torch.tensor([7.0])
-    cast = fp8_torch.TensorScaling().cast(x * 2, role, Axis.single(), scale, amax, columns=False)
+    cast = fp8_torch.TorchFp8().cast(x * 2, role, Axis.single(), scale, amax, columnwise=False)
     assert float(values(cast)[0, 2]) == pytest.approx(100, rel=1e-6) and amax == 200  # 200 would not fit
-    fp8_torch.TensorScaling().cast(x, role, Axis.single(), scale, amax, columns=False)
+    fp8_torch.TorchFp8().cast(x, role, Axis.single(), scale, amax, columnwise=False)
     assert amax == 200  # a smaller one changes nothing
 
 
@@ -128,7 +136,7 @@ def two_layers(recipe, tp, by, sequence_parallel, recompute):
 def plain_two_layers(recipe, tp):
     """The same on whole tensors in float32, from casts as the design says they are made."""
     backend = choose_fp8(precision(recipe), CPU)
-    cast = lambda t, role: backend.cast(t.bfloat16(), role, Axis.single(), None, None, columns=True)
+    cast = lambda t, role: backend.cast(t.bfloat16(), role, Axis.single(), None, None, columnwise=True)
     x, dy = cast(randn("x", S, B, H).flatten(0, 1), "x"), cast(randn("dy", S, B, H).flatten(0, 1), "dy")
     y, dx, dw1, dw2 = 0, 0, [], []
     for w1, w2 in zip(randn("w1", F, H).chunk(tp), randn("w2", H, F).chunk(tp, 1)):
@@ -180,8 +188,8 @@ def histories(magnitudes, mesh_shape):
     gemm, scales = state.gemm(0), []
     for step in magnitudes:
         for part in (0.5, 1.0, 0.25):  # microbatches
-            gemm.quantize(torch.full((16, 16), step[mesh.rank] * part).bfloat16(), columns=True, record=True)
-        Fp8States([state]).advance()
+            gemm.quantize(torch.full((16, 16), step[mesh.rank] * part).bfloat16(), columnwise=True, record=True)
+        Fp8States([state]).update_scales()
         scales.append(float(state.scaling.scale[0]))
     return scales, gemm.history[:, 0].clone()
 
@@ -201,7 +209,7 @@ def test_scales_follow_the_largest_of_the_last_steps_on_all_ranks(ranks):
 def test_a_tensor_of_zeros_has_scale_one():
     scaling = DelayedScaling(("x", "dy"), (), CPU)
     scaling.amax[1] = 2.0
-    advance([scaling])
+    roll_histories([scaling])
     assert scaling.scale.tolist() == [1.0, 57344 / 2]
 
 
@@ -217,23 +225,23 @@ def delayed(top, role):
 
 
 def current(top, role):
-    return scale_of(torch.tensor([top]), limit(KINDS[role])), current_cast(fp8_torch.TensorScaling(), top, role)
+    return scale_of(torch.tensor([top]), fp8_max(FP8_DTYPES[role])), current_cast(fp8_torch.TorchFp8(), top, role)
 
 
 def current_cast(backend, top, role):
     x = torch.full((128, 128), top)
-    return backend.cast(x, role, Axis.single(), None, None, columns=False).rows_scale.flatten()[:1]
+    return backend.cast(x, role, Axis.single(), None, None, columnwise=False).rowwise_scale.flatten()[:1]
 
 
 def kept(top, role):
     scales = WeightScales(1, None, CPU)
-    scales.top.fill_(top)
+    scales.amax.fill_(top)
     scales.follow()
-    return scales.scale, scales.inverse
+    return scales.scale, scales.scale_inv
 
 
 def in_blocks(top, role):
-    inverse = current_cast(fp8_torch.BlockScaling(), top, role)
+    inverse = current_cast(fp8_torch.TorchBlockFp8(), top, role)
     return inverse.reciprocal(), inverse
 
 
@@ -241,26 +249,26 @@ def in_blocks(top, role):
 @pytest.mark.parametrize("top", [0.0, *ODD])
 def test_scales_reciprocals_and_their_products_are_normal_numbers(way, top):
     normal = lambda x: x.isfinite().all() and (x >= torch.finfo(torch.float32).tiny).all()
-    pairs = [way(top, role) for role in KINDS]
+    pairs = [way(top, role) for role in FP8_DTYPES]
     assert all(normal(scale) and normal(inverse) for scale, inverse in pairs)
     assert all(normal(a * b) for _, a in pairs for _, b in pairs)
     if not 0 < top < float("inf"):
         assert all(scale == 1 and inverse == 1 for scale, inverse in pairs)
 
 
-@pytest.mark.parametrize("role", KINDS)
+@pytest.mark.parametrize("role", FP8_DTYPES)
 def test_scales_of_ordinary_magnitudes_bring_them_to_the_limit_bit_by_bit(role):
     top = torch.logspace(-12, 12, 1000)
     scaling = DelayedScaling([role] * len(top), (), CPU)
     scaling.amax.copy_(top)
-    advance([scaling])
-    assert torch.equal(scaling.scale, torch.full_like(top, limit(KINDS[role])) / top)
-    assert torch.equal(scale_of(top, limit(KINDS[role])), limit(KINDS[role]) / top)
+    roll_histories([scaling])
+    assert torch.equal(scaling.scale, torch.full_like(top, fp8_max(FP8_DTYPES[role])) / top)
+    assert torch.equal(scale_of(top, fp8_max(FP8_DTYPES[role])), fp8_max(FP8_DTYPES[role]) / top)
 
 
 def test_a_product_of_tiny_tensors_is_what_its_casts_stand_for():
     """Of both reciprocals, taken alone, the product was zero."""
-    backend, tiny = fp8_torch.TensorScaling(), 2.0**-60
+    backend, tiny = fp8_torch.TorchFp8(), 2.0**-60
     x, dy = (
         backend.cast(randn(role, 16, 16).float() * tiny, role, Axis.single(), None, None, False) for role in ("x", "dy")
     )
@@ -427,12 +435,12 @@ def test_the_scalings_of_chunks_move_on_together_as_each_would_alone():
 
     together, alone = filled(1), filled(1)
     addresses = [[x.data_ptr() for x in (s.amax, s.scale, s.history)] for s in together]
-    advance(together)
+    roll_histories(together)
     for scaling in alone:
-        advance([scaling])
+        roll_histories([scaling])
     for mine, other in zip(together, alone, strict=True):
         assert torch.equal(mine.history, other.history) and torch.equal(mine.scale, other.scale)
-        assert not mine.amax.any() and not mine.cold
+        assert not mine.amax.any() and mine.has_history
     assert together[2].scale[3] == 1.0 and together[0].history[0, 1] == filled(1)[0].history[0, 1]
     assert [[x.data_ptr() for x in (s.amax, s.scale, s.history)] for s in together] == addresses
 

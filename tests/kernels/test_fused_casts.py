@@ -64,18 +64,18 @@ def interpreted():
             )
             # a last bit of exp, and after it now and then another float16 value
             assert_close_rel(*amax, 4e-3, what)
-            assert torch.equal(mine.rows_scale, twin.rows_scale)
-            ours, theirs = mine.rows.float(), twin.rows.float()
+            assert torch.equal(mine.rowwise_scale, twin.rowwise_scale)
+            ours, theirs = mine.rowwise.float(), twin.rowwise.float()
             # torch rounds between its steps, and below -5 its tanh is -1 and its GELU 0
             away = (ours - theirs).abs() - (1e-5 if dtype == torch.float32 else 1e-2) * SCALES[kind]
             assert ours.shape == theirs.shape and (away > 0).float().mean() < 0.1, what
             assert (away <= 0.5 * theirs.abs() + torch.finfo(kind).smallest_normal).all(), what
             wide = CastInto(scale, None, torch.float32)
             exact = (cast_and_sums(ops, of, inputs, wide, False)[0] for ops in (fused, plain))
-            assert_close_rel(*(cast.rows for cast in exact), 1e-6 if dtype == torch.float32 else 1e-3, what)
-            assert (mine.columns is not None) == columns and (total is None) == (wanted is None)
+            assert_close_rel(*(cast.rowwise for cast in exact), 1e-6 if dtype == torch.float32 else 1e-3, what)
+            assert (mine.columnwise is not None) == columns and (total is None) == (wanted is None)
             if columns:
-                assert torch.equal(mine.columns.view(torch.uint8), mine.rows.view(torch.uint8).t()), what
+                assert torch.equal(mine.columnwise.view(torch.uint8), mine.rowwise.view(torch.uint8).t()), what
             if total is not None:
                 assert_close_rel(total, wanted, 1e-6 if dtype == torch.float32 else 1e-3, what)
     for layer_norm, delta, kind in (
@@ -102,12 +102,12 @@ def norms(layer_norm, delta, kind):
     total, y, statistics = fused.add_norm(*inputs)
     expected = fused.cast(y.flatten(0, -2), CastInto(scale, amax[0], kind))
     mine, cast, found = fused.add_norm(*inputs, CastInto(scale, amax[1], kind))
-    assert torch.equal(mine, total) and torch.equal(found, statistics) and cast.columns is None
-    assert torch.equal(cast.rows.view(torch.uint8), expected.rows.view(torch.uint8))
-    assert torch.equal(cast.rows_scale, expected.rows_scale) and torch.equal(amax[0], amax[1])
+    assert torch.equal(mine, total) and torch.equal(found, statistics) and cast.columnwise is None
+    assert torch.equal(cast.rowwise.view(torch.uint8), expected.rowwise.view(torch.uint8))
+    assert torch.equal(cast.rowwise_scale, expected.rowwise_scale) and torch.equal(amax[0], amax[1])
     twin = plain.add_norm(*inputs, CastInto(scale, amax[2], torch.float32))
     exact = fused.add_norm(*inputs, CastInto(scale, None, torch.float32))[1]
-    assert_close_rel(exact.rows, twin[1].rows, 1e-3, "norm and cast")
+    assert_close_rel(exact.rowwise, twin[1].rowwise, 1e-3, "norm and cast")
     assert_close_rel(amax[1], amax[2], 1e-3, "amax")
 
 
@@ -118,7 +118,7 @@ def test_kernels_compile_for_hopper(of):
     tile, kernel = fused.TILES[of], fused._cast
     values: dict[str, object] = dict(OF=of.removesuffix(" backward"), M=tile.rows, F=tile.columns)
     types = dict(dy="*bf16", x="*bf16", rows="*fp8e5", columns="*fp8e5", m="i32", f="i32") | dict.fromkeys(
-        ("scale", "inverse", "amax", "sums"), "*fp32"
+        ("scale", "scale_inv", "amax", "sums"), "*fp32"
     )
     if "backward" not in of:
         values |= dict(dy=None)

@@ -185,11 +185,14 @@ def adamw():
 ACTIVATIONS = dict.fromkeys(("x", "y", "dy", "dx", "delta", "delta_bias", "weight", "bias", "total", "dtotal"), "*bf16")
 ACTIVATIONS |= dict.fromkeys(("logits", "out", "block_out", "parts", "onto", "param"), "*bf16")
 HOPPER = {
-    "_add_norm": (dict(rows="i32", h="i32", eps="fp32"), dict(BLOCK=4096, scale=None, inverse=None, amax=None), 8),
+    "_add_norm": (dict(rows="i32", h="i32", eps="fp32"), dict(BLOCK=4096, scale=None, scale_inv=None, amax=None), 8),
     "_add_norm_backward": (dict(rows="i32", h="i32"), dict(BLOCK=4096, STAGES=2, mean=None), 8),
     "_norm_sums": (dict(rows="i32", h="i32"), dict(ROWS=32, BLOCK=128), 4),
-    "_swiglu_forward": (dict(f="i32"), dict(BLOCK=2048), 8),
-    "_swiglu_backward": (dict(f="i32"), dict(BLOCK=2048), 8),
+    "_cast": (
+        dict(m="i32", f="i32", rows="*bf16"),
+        dict(OF="swiglu", M=1, F=2048) | dict.fromkeys(("scale", "scale_inv", "columns", "amax", "sums")),
+        8,
+    ),
     "_sum_parts": (dict(n="i32", stride="i32"), dict(PARTS=4, BLOCK=2048), 8),
     "_square_sums": (dict(n="i32", sums="*fp64"), dict(BLOCK=4096), 8),
     "_add_rows": (dict(ids="*i64", first="i32", size="i32", h="i32", rows="*bf16"), dict(BLOCK=2048), 8),

@@ -49,9 +49,9 @@ def test_a_table_does_not_stand_still_under_a_thousand_rows(in_order):
     assert_rounded_once(table, exact)
 
 
-@pytest.mark.parametrize("scaling", [fp8_torch.TensorScaling, fp8_torch.BlockScaling])
+@pytest.mark.parametrize("scaling", [fp8_torch.TorchFp8, fp8_torch.TorchBlockFp8])
 def test_products_in_fp8(scaling):
-    blocks = scaling is fp8_torch.BlockScaling
+    blocks = scaling is fp8_torch.TorchBlockFp8
 
     def operand(seed):
         values = randn(128, 256, seed=seed).to(torch.float8_e4m3fn)

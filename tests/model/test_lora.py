@@ -249,11 +249,9 @@ def test_frozen_fp8_weights_are_cast_once(recipe, monkeypatch):
     """And training follows that in bf16: rounding of 4 % in each product, averaged over the batch."""
     model = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 64, "num_heads": 4, "num_kv_heads": 4}
     losses, casts = {}, []
-    original = fp8_torch.TensorScaling.cast
+    original = fp8_torch.TorchFp8.cast
     monkeypatch.setattr(
-        fp8_torch.TensorScaling,
-        "cast",
-        lambda self, x, role, *rest: (casts.append(role), original(self, x, role, *rest))[1],
+        fp8_torch.TorchFp8, "cast", lambda self, x, role, *rest: (casts.append(role), original(self, x, role, *rest))[1]
     )
     for fp8 in ({}, {"fp8": recipe, "fp8_backend": "torch"}):
         cfg = config(LLAMA, lora("qkv", "down"), {"model": model, "precision": {"dtype": "bf16"} | fp8})

@@ -15,7 +15,7 @@ from minitron.config import rules
 from minitron.data.loader import Loader
 from minitron.kernels import plain
 from minitron.kernels.fp8 import Fp8Gemm
-from minitron.kernels.fp8_scales import DelayedScaling, WeightScales, advance
+from minitron.kernels.fp8_scales import DelayedScaling, WeightScales, roll_histories
 from minitron.kernels.gemm import CastInto
 from minitron.optim.buckets import Gradients
 from minitron.parallel.linear import ParallelLinear
@@ -70,7 +70,10 @@ def train(cfg, bucket_bytes=None, broken_step=None):
     params = {
         p.spec.name: (p.detach().clone(), None)
         if p.dtype == torch.bfloat16
-        else (p.detach().view(torch.uint8).clone(), p.spec.kept.inverse.clone())  # the pool of ranks knows no float8
+        else (
+            p.detach().view(torch.uint8).clone(),
+            p.spec.fp8_scale.scale_inv.clone(),
+        )  # the pool of ranks knows no float8
         for chunk in trainer.chunks
         for p in chunk.parameters()
     }
@@ -184,8 +187,8 @@ def count_bytes(cfg):
     finish, gemms = trainer.runner.finish, [g for chunk in trainer.chunks for g in chunk.fp8_state.gemms]
 
     def look():
-        held.append(sum(x.nbytes for g in gemms for x in (g._weight.rows, g._weight.columns)))
-        shared = {x.untyped_storage().data_ptr() for g in gemms for x in (g._weight.rows,)}
+        held.append(sum(x.nbytes for g in gemms for x in (g._weight.rowwise, g._weight.columnwise)))
+        shared = {x.untyped_storage().data_ptr() for g in gemms for x in (g._weight.rowwise,)}
         held.append(shared <= storages.keys())
         finish()
 
@@ -238,7 +241,7 @@ def test_a_master_is_cast_as_the_bf16_weight_would_be():
     master = torch.randn(4000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-4, 1, 4000)
     scale, amax, out = torch.tensor([20.0]), torch.zeros(1), torch.zeros(4000, dtype=torch.uint8).view(E4M3)
     plain.cast_master(master, scale, out, amax)
-    values = plain.cast(master.bfloat16().view(40, 100), CastInto(scale, None, E4M3)).rows
+    values = plain.cast(master.bfloat16().view(40, 100), CastInto(scale, None, E4M3)).rowwise
     assert torch.equal(out.view(torch.uint8), values.view(torch.uint8).flatten())
     assert amax == master.bfloat16().float().abs().max() and out.float().abs().max() == 448  # which 20 times 24 exceeds
     direct = (master * scale).clamp(-448, 448).to(E4M3)
@@ -252,18 +255,18 @@ def test_a_master_is_cast_as_the_bf16_weight_would_be():
 def test_scales_are_those_of_the_recipe_and_stay_where_they_are():
     delayed = DelayedScaling(("x", "weight", "dy") * 2, (), torch.device("cpu"))
     scales = WeightScales(2, delayed, torch.device("cpu"))
-    second, places = scales.of(1), [x.data_ptr() for x in (scales.scale, scales.inverse, scales.top)]
+    second, places = scales.of(1), [x.data_ptr() for x in (scales.scale, scales.scale_inv, scales.amax)]
     assert not scales.begin()  # no history: from the weights themselves
-    scales.top.copy_(torch.tensor([2.0, 7.0]))
+    scales.amax.copy_(torch.tensor([2.0, 7.0]))
     scales.follow()
     scales.end()
-    assert second.scale == 64 and second.inverse == 1 / 64
+    assert second.scale == 64 and second.scale_inv == 1 / 64
     assert delayed.amax.tolist() == [0, 2, 0, 0, 7, 0]
-    advance([delayed])
-    assert scales.begin() and scales.scale.tolist() == [224, 64] and scales.top.tolist() == [0, 0]
-    second.top.fill_(14.0)
+    roll_histories([delayed])
+    assert scales.begin() and scales.scale.tolist() == [224, 64] and scales.amax.tolist() == [0, 0]
+    second.amax.fill_(14.0)
     scales.end()
-    advance([delayed])
+    roll_histories([delayed])
     assert scales.scale.tolist() == [224, 64], "the bytes have not changed yet"
-    assert scales.begin() and second.scale == 32 and second.inverse == 1 / 32
-    assert places == [x.data_ptr() for x in (scales.scale, scales.inverse, scales.top)]
+    assert scales.begin() and second.scale == 32 and second.scale_inv == 1 / 32
+    assert places == [x.data_ptr() for x in (scales.scale, scales.scale_inv, scales.amax)]

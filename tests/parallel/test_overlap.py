@@ -74,7 +74,7 @@ def on_files(folder, axis):
 
 def product(x, weight, out=None):
     """y = x W of a payload with two scales a row, one for each half of it."""
-    values = (x.rows.float().unflatten(1, (2, -1)) * x.rows_scale.t().unsqueeze(-1)).flatten(1)
+    values = (x.rowwise.float().unflatten(1, (2, -1)) * x.rowwise_scale.t().unsqueeze(-1)).flatten(1)
     y = (values @ weight.float()).to(weight.dtype)
     return y if out is None else out.copy_(y)
 

@@ -83,7 +83,7 @@ class Rank:
 
     def cut(self, x, rows):
         piece = CUT(x, rows)
-        return piece._replace(rows_scale=self.copied(piece.rows_scale, x.rows_scale))
+        return piece._replace(rowwise_scale=self.copied(piece.rowwise_scale, x.rowwise_scale))
 
     def copied(self, new, old):
         """Scales are copied to lie as products read them; a copy is its stream's own, so it may stay."""

@@ -375,7 +375,7 @@ def test_a_kernel_shows_its_results_and_runs_once_a_shape():
         calls.append(x.shape)
         return (x.float() * scale).sum(0).to(x.dtype), None, y.add_(1)
 
-    seen, walk = dryrun.kernels.hidden(kernel), MemoryWalk()
+    seen, walk = dryrun.kernels.unobserved(kernel), MemoryWalk()
     with walk:
         x, y = torch.empty(8, 512, device="meta", dtype=torch.bfloat16), torch.empty(3, device="meta")
         for _ in range(2):
@@ -388,7 +388,7 @@ def test_a_kernel_shows_its_results_and_runs_once_a_shape():
             seen(x, y, scale=y)  # float() of x, [8, 512], times [3]
     assert [size for _, size in walk.log if size > 0] == [8192, 512] + [1024] * 4
     assert calls == [(8, 512), (8, 512), (2, 512), (8, 512)]  # the last one failed
-    view = dryrun.kernels.once(torch.ops.aten.select.int)
+    view = dryrun.kernels.cached_by_shape(torch.ops.aten.select.int)
     for row in (0, 1, 0):
         assert view(x, 0, row).untyped_storage()._cdata == x.untyped_storage()._cdata
 

@@ -6,7 +6,7 @@ functions, which check every shape, and hide their temporaries:
 
     allocated by add_norm on a GPU         total, y, statistics
     by plain.add_norm                      these, and float copies of x, delta, total, ...
-    by hidden(plain.add_norm)              these, as far as a dry run can see
+    by unobserved(plain.add_norm)          these, as far as a dry run can see
 
 Nothing is computed, so equal shapes have equal results: each function runs once for each shape, and the thousands of
 layers of a step cost little more than their allocations. This module has the functions of kernels/plain.py; `choose`
@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from minitron.config.schema import Config
 from minitron.kernels import kernels, plain
-from minitron.kernels.fp8_torch import BlockScaling, TensorScaling
+from minitron.kernels.fp8_torch import TorchBlockFp8, TorchFp8
 from minitron.kernels.gemm import Gemm
 from minitron.kernels.kernels import Kernels
 
@@ -39,36 +39,35 @@ def choose(cfg: Config) -> Kernels:
     chosen = kernels.choose(cfg, "meta")
     attend, fp8 = chosen.attention, chosen.fp8
     if attend.name != "reference":
-        attend = replace(attend, forward=hidden(attend.forward), backward=hidden(attend.backward))
+        attend = replace(attend, forward=unobserved(attend.forward), backward=unobserved(attend.backward))
     if fp8 is not None and cfg.precision.fp8_backend == "te":
         fp8 = _like_transformer_engine(cfg.precision.fp8 == "block")
-    return Kernels(attend, sys.modules[__name__], Gemm(hidden(plain.add_product)), adamw_, fp8)
+    return Kernels(attend, sys.modules[__name__], Gemm(unobserved(plain.add_product)), adamw_, fp8)
 
 
-def _like_transformer_engine(block: bool) -> TensorScaling:
+def _like_transformer_engine(block: bool) -> TorchFp8:
     """Make a backend that allocates what Transformer Engine would."""
-    fp8 = BlockScaling() if block else TensorScaling(sys.modules[__name__])
+    fp8 = TorchBlockFp8() if block else TorchFp8(sys.modules[__name__])
     for name in ("cast", "multiply", "multiply_into")[not block :]:  # the cast by tensors has a collective inside
-        setattr(fp8, name, hidden(getattr(fp8, name)))
+        setattr(fp8, name, unobserved(getattr(fp8, name)))
     return fp8
 
 
-def hidden(kernel: Function) -> Function:
-    """Wrap a kernel of the meta device so that torch's dispatch modes see only its results. It runs as by `once`."""
+def unobserved(kernel: Function) -> Function:
+    """Wrap a kernel of the meta device so that torch's dispatch modes see only its results. Cached by shape."""
 
     def unseen(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
             return kernel(*args, **kwargs)
 
-    return once(unseen)
+    return cached_by_shape(unseen)
 
 
-def once(function: Function) -> Function:
+def cached_by_shape(function: Function) -> Function:
     """Wrap `function` so that it runs once for each combination of shapes; later calls allocate the results alone.
 
-    It must have no other effects than on its arguments, which are tensors, lists, tuples and what can be hashed. Its
-    results are None, new tensors on the meta device, or arguments as they are; a function that returns views is run
-    every time.
+    Its arguments are tensors, lists, tuples and hashable values, and it changes nothing but them. Its results are None,
+    new tensors on the meta device, or arguments. A function that returns views runs every time.
     """
     known: dict[object, Function] = {}
 
@@ -91,22 +90,25 @@ def _maker(result: Any, arguments: list[Any]) -> Function | None:
     if len(places) < len(tensors):
         return None  # one tensor is two arguments, so a result does not tell which of them it is
     storages = {arguments[i].untyped_storage()._cdata for i in places.values()}
-    recipe: list[Any] = []  # shape, stride and dtype of each result, or its place among the arguments
+    recipe: list[Any] = []  # id, shape, stride and dtype of each result, or its place among the arguments
     for x in results:
         if x is None or id(x) in places:
             recipe.append(places.get(id(x)))
         elif isinstance(x, Tensor) and x.is_meta and x.untyped_storage()._cdata not in storages:
-            recipe.append((x.shape, x.stride(), x.dtype))
+            recipe.append((id(x), x.shape, x.stride(), x.dtype))
         else:
             return None
 
     def make(*args: Any, **kwargs: Any) -> Any:
-        leaves = tree_leaves((args, kwargs))
+        leaves, made = tree_leaves((args, kwargs)), dict[int, Tensor]()
 
         def result_of(item: Any) -> Any:
-            if isinstance(item, int):
-                return leaves[item]
-            return None if item is None else torch.empty_strided(*item[:2], dtype=item[2], device="meta")
+            if item is None or isinstance(item, int):
+                return item if item is None else leaves[item]
+            number, shape, stride, dtype = item
+            if number not in made:  # one tensor may be several results, as the scale of a cast is
+                made[number] = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            return made[number]
 
         return tree_unflatten(map(result_of, recipe), structure)
 
@@ -125,7 +127,7 @@ HIDDEN = (
     "split_heads_backward merge_ sum_parts square_sum add_product add_rows_ "
     "softmax_sums softmax_gradient_ drop_elements"
 )
-globals().update((name, hidden(getattr(plain, name))) for name in HIDDEN.split())
+globals().update((name, unobserved(getattr(plain, name))) for name in HIDDEN.split())
 
 
 def split_heads(qkv: Tensor, sizes: tuple[int, int, int], rope: plain.Rope) -> tuple[Tensor, ...]:

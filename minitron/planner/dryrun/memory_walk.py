@@ -27,11 +27,11 @@ from itertools import accumulate
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minitron.planner.dryrun.kernels import once
+from minitron.planner.dryrun.kernels import cached_by_shape
 
 GRANULARITY = 512  # bytes, to a multiple of which torch's CUDA allocator rounds up
 UNLABELLED = "activations"
-_once = lru_cache(None)(once)
+_once = lru_cache(None)(cached_by_shape)
 
 
 class MemoryWalk(TorchDispatchMode):
