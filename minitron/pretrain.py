@@ -151,10 +151,8 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
                     log.info(f"{'resumed from' if resumed else 'weights of'} {reader.path}")
                     if reader.note:
                         log.info(reader.note)
-            start, reader = (
-                start._replace(reader=None, base_weights=None),
-                None,
-            )  # an index is large, and was needed once
+            start = start._replace(reader=None, base_weights=None)  # an index is large, and was needed once
+            reader = None
             with stop:
                 try:
                     exporter = make_exporter(cfg, log) if rank == 0 else None

@@ -122,8 +122,9 @@ class IndexedDataset:
     def fingerprint(self) -> str:
         """16 hex digits of the dtype, every length, and both ends of .bin: the same wherever the files lie."""
         digest = hashlib.sha256(f"{self.dtype.str} {len(self._bin)} ".encode())
-        for part in (self.lengths, self._bin[: 1 << 16], self._bin[-1 << 16 :]):
-            digest.update(part.data)
+        digest.update(self.lengths.data)
+        for end in (self._bin[: 1 << 16], self._bin[-1 << 16 :]):
+            digest.update(end.data)
         return digest.hexdigest()[:16]
 
     def _map_tokens(self) -> np.ndarray:
