@@ -32,7 +32,7 @@ def wheel(tmp_path_factory):
     """The wheel, built from a copy, without a network: the build backend is the one that is installed."""
     folder = tmp_path_factory.mktemp("wheel")
     for name in ("minitron", "configs", "tools", "benchmarks"):
-        shutil.copytree(ROOT / name, folder / "src" / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+        shutil.copytree(ROOT / name, folder / "src" / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / "src")
     pip("wheel", folder / "src", "--no-deps", "--no-index", "--no-build-isolation", "-w", folder)
