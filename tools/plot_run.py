@@ -25,6 +25,7 @@ from statistics import mean
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
 from minitron.config import command
+from minitron.config.files import size_of
 from minitron.config.text import printable
 from minitron.planner import style
 from minitron.supervise.goodput import Goodput, measure, read_rows
@@ -34,6 +35,7 @@ MARGIN = 8  # columns left of the plot: tick labels and axis
 COLUMNS = ("tokens_per_second", "memory_gib", "grad_norm", "learning_rate")  # of metrics.jsonl, beside the loss
 SMOOTH = 100  # points that a smoothed curve has, about
 FINAL_STEPS = 10  # the loss of single steps is noisy: the final loss is the mean of this many
+LARGEST_STEP, LARGEST = 1e15, 1e100  # that can be drawn
 WELL_BELOW = 0.5  # nats; the perplexity is then less than exp(-0.5) = 61 % of the unigram model's
 
 # Bits of U+2800 for the dots of one braille character, [row][column].
@@ -98,6 +100,7 @@ def read_run(directory: Path) -> Run:
     """The run that logged to `directory`.  Raises ValueError if it left no readable steps."""
     path = directory / "metrics.jsonl"
     try:
+        size_of(path)  # a device or a pipe might never end
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read ({error}); name the log.dir of a run") from None
@@ -106,13 +109,13 @@ def read_run(directory: Path) -> Run:
     # What follows the last newline is empty, or a record that a live run is still writing.
     for number, line in enumerate(lines[:-1], start=1):
         try:
-            record = json.loads(line)
+            record = json.loads(line)  # NaN is a loss that is not drawn
             figures = record["kind"] in ("step", "eval")
             if restarted and figures:
                 run.rewind(record["step"])
             restarted = record["kind"] == "run" or restarted and not figures
             add_record(run, record)
-        except (ValueError, KeyError, TypeError, OverflowError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             raise ValueError(f"{path}:{number} is no record of a run: {line[:60]!r}") from None
     if not finite(run.loss):
         raise ValueError(f"{path} holds no step with a finite loss; nothing to draw")
@@ -123,9 +126,13 @@ def read_run(directory: Path) -> Run:
 def add_record(run: Run, record: dict) -> None:
     def number(key: str) -> float:
         value = record.get(key)
+        if value is not None and abs(value) >= LARGEST:
+            raise ValueError(f"{key} is too large to be drawn")
         return math.nan if value is None else float(value)
 
     kind = record["kind"]
+    if kind in ("step", "eval") and not 0 <= record["step"] < LARGEST_STEP:
+        raise ValueError("no run has this step")
     if kind == "run":
         entropy = number("unigram_entropy")
         run.unigram_entropy = None if math.isnan(entropy) else entropy

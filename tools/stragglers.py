@@ -12,7 +12,6 @@ A run started again appends to its file: from its first step on, it replaces wha
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +21,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
 from minitron.config import command
+from minitron.config.files import parse_json, size_of
 from minitron.config.text import printable
 from minitron.planner import style
 
+LARGEST = 1e15  # of steps and seconds
 COLUMNS, ROWS = 60, 32  # of the terminal picture at most
 LIMITS = (1.05, 1.1, 1.25, 1.5)  # from here on a cell is darker
 UNICODE, ASCII = "·░▒▓█", ".:+*#"
@@ -45,14 +46,15 @@ def read(directory: Path) -> Times:
     """Read the times of the run that logged to `directory`. Raises ValueError if it left none."""
     path = directory / "metrics.jsonl"
     try:
+        size_of(path)  # a device or a pipe might never end
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read ({error}); name the log.dir of a run") from None
-    records: dict[int, dict] = {}
+    records: dict[int, tuple[list[float], list[int]]] = {}
     places, world, stages, restarted = [], 0, 1, False
     for number, line in enumerate(lines[:-1], start=1):  # behind the last newline a live run is still writing
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             kind = record["kind"]
             if kind == "run":
                 if record["world"] != world:  # other ranks: what they took before says nothing about these
@@ -64,18 +66,21 @@ def read(directory: Path) -> Times:
                 records = {step: earlier for step, earlier in records.items() if step < record["step"]}
                 restarted = False
             if kind == "ranks":
-                assert len(record["own_seconds"]) == world and world % stages == 0
-                records[int(record["step"])] = record
-        except (ValueError, KeyError, TypeError, AttributeError, AssertionError):
+                step, slow = int(record["step"]), list(map(int, record["slow"]))
+                own = list(map(float, record["own_seconds"]))
+                assert 0 <= step < LARGEST and all(0 <= seconds < LARGEST for seconds in own)
+                assert len(own) == world and stages > 0 == world % stages and set(slow) <= set(range(world))
+                records[step] = own, slow
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, AssertionError):
             raise ValueError(f"{path}:{number} is no record of a run: {line[:60]!r}") from None
     if not records:
         why = "it had one rank in a stage, train.check_speed_every=0, or fewer steps than that"
         raise ValueError(f"{path} holds no times of ranks; {why}")
-    seconds = np.array([record["own_seconds"] for record in records.values()], dtype=float)
+    seconds = np.array([own for own, _ in records.values()])
     of_stages = seconds.reshape(len(seconds), stages, -1)
     usual = np.maximum(np.median(of_stages, 2, keepdims=True), 1e-9)
-    slow = [list(map(int, record["slow"])) for record in records.values()]
-    return Times(list(records), seconds, (of_stages / usual).reshape(seconds.shape), slow, places)
+    slow_ranks = [slow for _, slow in records.values()]
+    return Times(list(records), seconds, (of_stages / usual).reshape(seconds.shape), slow_ranks, places)
 
 
 def binned(x: np.ndarray, most: int, dim: int, reduce) -> tuple[np.ndarray, list[range]]:
