@@ -32,6 +32,7 @@ from pathlib import Path
 from time import monotonic
 
 from minitron.config.files import parse_json, read_json
+from minitron.config.text import printable
 from minitron.runtime.sinks import File
 from minitron.runtime.status import BROKEN, HUNG, LOST, REQUEUE, TAKEN
 
@@ -293,7 +294,7 @@ class Leader:
         self.say(f"{'error: ' * (status == 1)}round {round_['number']} ended {when}: {cause}")
 
     def say(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)
 
 
 def repeated(failures: list) -> int:

@@ -84,7 +84,8 @@ class Supervisor:
             "poor": "",  # what it found wrong with log.dir
         }
         self.path, self.leader = self.folder / f"node-{args.node}.json", Leader(args, self.folder)
-        self.ending = self.beaten = self.passed = 0.0
+        self.ending = self.passed = 0.0
+        self.beaten = -math.inf
         self.shown, self.starts, self.interrupted = False, 0, False
         self.writing = threading.Lock()
 
@@ -162,7 +163,7 @@ class Supervisor:
             elif state == "running" and not self.agent.running:
                 self.beat["state"] = "done"
         if state != self.beat["state"]:
-            self.beaten = 0.0
+            self.beaten = -math.inf
 
     def replaced(self) -> bool:
         """Tell whether a younger supervisor writes this node's beats, as of a pod that was given up for lost."""
@@ -210,7 +211,7 @@ class Supervisor:
             return round_["status"]
         if round_["state"] == "stop" and round_["key"] != beat["looked"] and not beat["leaving"]:
             beat |= {"unfit": self.health.unfit(), "poor": self.health.poor(), "looked": round_["key"]}
-            self.beaten = 0.0
+            self.beaten = -math.inf
         unfit = beat["unfit"] and self.args.host in round_["excluded"]  # the leader has read why
         return LEFT if unfit or beat["leaving"] and (mine not in members or round_["left"]) else None
 
@@ -266,6 +267,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     least = {"nodes": 1, "ranks": 1, "port": 1, "beat_seconds": 0.001, "dead_seconds": args.beat_seconds}
     most = {"node": args.nodes + args.spares - 1, "port": 65535, "gather_seconds": math.inf, "rejoin_seconds": math.inf}
+    # The leader reads a file of each node a second; the ranks of a node are one packet to its agent.
+    most |= {"nodes": 100_000, "spares": 100_000, "ranks": 256}
     for name, value in vars(args).items():
         low, high = least.get(name, 0), most.get(name, 1_000_000_000)
         if isinstance(value, (int, float)) and not low <= value <= high:
