@@ -103,6 +103,8 @@ def preprocess(
     check_outputs(prefixes)
     if workers < 1:
         raise ValueError(f"--workers {workers}: at least one process has to encode; use 1 or more")
+    if workers > (most := 4 * (os.cpu_count() or 1)):
+        raise ValueError(f"--workers {workers}: that many processes take all memory; use {most} at most")
     for key in job.keys:
         if job.keys.count(key) > 1:
             raise ValueError(f"--json-keys {' '.join(job.keys)}: {key!r} is there twice; name each key once")
