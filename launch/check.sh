@@ -15,7 +15,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$root/launch/number.sh" ""
 
 wrong() {
-    printf '%-6s %-10s %s\n' wrong "$@"
+    printf '%-6s %-10s %s\n' wrong "${@//[[:cntrl:]]/ }"
     exit 1
 }
 

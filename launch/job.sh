@@ -18,6 +18,7 @@
 [ "${1:-}" != --help ] || exec sed -n '/^#!/d;/^#SBATCH/d;/^#/!q;s/^# \{0,1\}//p' "$0"
 [ $# = 0 ] || fail "'$*' would not be read; give overrides as EXTRA_ARGS='train.steps=500' sbatch ..."
 unset HF_TOKEN # for launch/setup.sh alone: what a job does not know, it cannot log
+source launch/keys.sh ""
 
 # check_job NAME MIN_NODES: sets `precision`, the overrides of DTYPE, `nodes`, `gpus` of each, and `JOB_TOTAL_GPUS`.
 check_job() {
@@ -28,6 +29,8 @@ check_job() {
     esac
     : "${SPARE_NODES:=0}" "${RESTARTS:=20}"
     is_number "$SPARE_NODES" 0 || fail "SPARE_NODES=$SPARE_NODES is no number of nodes; set SPARE_NODES=1, or 0"
+    is_number "${SLURM_RESTART_COUNT:-0}" 0 ||
+        fail "SLURM_RESTART_COUNT=$SLURM_RESTART_COUNT is no number of starts; leave it to Slurm"
     is_number "$RESTARTS" 0 || fail "RESTARTS=$RESTARTS is no number of starts; set RESTARTS=20, or 0"
     is_number "${MASTER_PORT:-1}" 1 65535 || fail "MASTER_PORT=$MASTER_PORT is no port; use 1 to 65535, or unset it"
     [ "$SPARE_NODES" = 0 ] || [ "$RESTARTS" != 0 ] ||
@@ -56,19 +59,18 @@ check_job() {
 # run_job NAME MODULE FOLDER OUTPUT ARGUMENT...: trains, with logs and checkpoint in FOLDER; the job's output to OUTPUT.
 # It reads `checkpoint_every`: 0 saves when the job is stopped and at its end, null only when it is stopped.
 run_job() {
-    local name=$1 module=$2 run=$3 output=$4 extra override srun status last before said line ended round
+    local name=$1 module=$2 run=$3 output=$4 extra srun status last before said line ended round folder kind unread
     local arguments=("${@:5}" "${precision[@]}" "log.dir=$run" log.format=nemo)
     if [ "${CHECKPOINT_DIR:-}" != none ]; then
         arguments+=("checkpoint.dir=${CHECKPOINT_DIR:-$run/checkpoint}" "checkpoint.every=$checkpoint_every" checkpoint.keep=1)
     fi
     read -rd '' -a extra <<<"${EXTRA_ARGS:-}" || true # to the end of the text, at which `read` returns 1
     arguments+=("${extra[@]}")
-    for override in "${extra[@]}"; do
-        [[ $override != log.dir=* ]] || run=${override#log.dir=}
-    done
+    read_keys "${arguments[@]}" ||
+        fail "$unread in EXTRA_ARGS, and a job reads these keys, too; write log.dir=FOLDER or profile.kind=KIND, without quotes"
+    run=$folder # there the ranks say how they ended
     [ "${run,,}" != null ] || # none
         fail "log.dir=$run in EXTRA_ARGS, and a job reads there how its ranks have ended; name a folder, or leave it out"
-    [[ $run != "~/"* ]] || run=${HOME:-}/${run#"~/"} # there the ranks say how they ended
     round=$run/rounds/$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}/round.json
     if [ -n "${CHECK_ONLY:-}" ]; then
         printf '%-6s %-10s %s\n' ok variables "$name in $DTYPE on $nodes x $gpus GPUs; output: $(dirname "$output")"

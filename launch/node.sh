@@ -8,6 +8,7 @@ set -euo pipefail
 python=$1 ranks=$2
 shift 2
 source launch/number.sh ""
+source launch/keys.sh ""
 for count in "$ranks" "${SPARE_NODES:-0}" "${RESTARTS:-0}"; do
     is_number "$count" 0 || { echo "error: $count is no number; correct RANKS, SPARE_NODES or RESTARTS" >&2; exit 1; }
 done
@@ -33,14 +34,8 @@ elif [ "${RESTARTS:-0}" != 0 ]; then # where srun does not end the others when t
     check "$@" 2>/dev/null
 fi
 
-profiler=() folder=. kind=
-for argument; do # the last one of a key counts
-    case $argument in
-    log.dir=*) folder=${argument#*=} ;;
-    profile.kind=*) kind=${argument#*=} ;;
-    esac
-done
-[[ $folder != "~/"* ]] || folder=${HOME:-}/${folder#"~/"}
+profiler=()
+read_keys "$@" || { echo "error: $unread is not read here; write log.dir=FOLDER, profile.kind=KIND, without quotes" >&2; exit 1; }
 [ "$kind" != nsys ] || profiler=(nsys profile -s none -t "nvtx,cuda" --capture-range=cudaProfilerApi
     --capture-range-end=stop -o "$folder/noderank-$SLURM_PROCID")
 if [ "${RESTARTS:-0}" != 0 ] && [ "$kind" != nsys ]; then

@@ -13,16 +13,18 @@ this=${BASH_SOURCE[0]}
 cd "$(dirname "${this%" $*"}")/.."
 source launch/venv.sh
 source launch/number.sh ""
+source launch/keys.sh ""
 
 is_number "${RANKS:-1}" 1 || fail "RANKS=$RANKS is no number of processes; use 1 or more, or unset it"
-run_dir=runs/quickstart
 for override in "$@"; do
     case $override in
-    log.dir=?*) run_dir=${override#log.dir=} ;;
     [a-z]*.[a-z]*=*) ;;
     *) fail "'$override' is no override; use section.key=value, e.g. train.steps=50" ;;
     esac
 done
+read_keys log.dir=runs/quickstart "$@" || fail "$unread is not read here; write log.dir=FOLDER, without quotes"
+run_dir=$folder
+[ "${run_dir,,}" != null ] || fail "log.dir=$run_dir leaves no curve to draw; name a folder, or leave it out"
 
 use_venv plot
 # As many ranks as GPUs, rounded down to a power of two and at most 8, so that they share the batch of 16 evenly.

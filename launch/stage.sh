@@ -8,10 +8,11 @@
 [ "${1:-}" != --help ] || exec sed -n '/^#!/d;/^#SBATCH/d;/^#/!q;s/^# \{0,1\}//p' "$0"
 
 fail() {
+    local line="${*//[[:cntrl:]]/ }" # a variable may hold newlines
     if [ -n "${CHECK_ONLY:-}" ]; then # launch/check.sh asks: an answer in its form, as from tools/check_job.py
-        printf '%-6s %-10s %s\n' wrong variables "$*"
+        printf '%-6s %-10s %s\n' wrong variables "$line"
     else
-        echo "error: $*" >&2
+        echo "error: $line" >&2
     fi
     exit 1
 }

@@ -92,8 +92,9 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
                 f"WORLD_SIZE={world} is set, but {', '.join(missing)} are not; start ranks with torchrun, "
                 "or unset WORLD_SIZE"
             )
-        if world > 1 and not (re.fullmatch("[0-9]{1,5}", port := os.environ["MASTER_PORT"]) and int(port) < 1 << 16):
-            raise ValueError(f"MASTER_PORT={port[:40]!r} is no port; use a number up to 65535, or torchrun")
+        port = os.environ.get("MASTER_PORT", "")
+        if world > 1 and not (re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 1 << 16):
+            raise ValueError(f"MASTER_PORT={port[:40]!r} is no port; use a number from 1 to 65535, or torchrun")
         device, name, capability = choose_device(local_rank, ranks_here)
         rules.check(cfg, world, capability)
         if cfg.train.deterministic:
@@ -189,6 +190,12 @@ def place(environ: Mapping[str, str]) -> tuple[int, int, int, int]:
         raise ValueError(
             f"RANK={rank} is none of WORLD_SIZE={world} ranks, which count from 0; start ranks with "
             "torchrun, or unset both"
+        )
+    most = ranks_here if "LOCAL_WORLD_SIZE" in environ else world
+    if local_rank >= most:  # it would leave the lines of errors to a rank 0 of the node that there is not
+        raise ValueError(
+            f"LOCAL_RANK={local_rank} is none of {most} ranks, which count from 0; start ranks with torchrun, or unset "
+            "LOCAL_RANK and LOCAL_WORLD_SIZE"
         )
     return rank, world, local_rank, ranks_here
 

@@ -5,6 +5,7 @@ import os
 import pytest
 
 from minitron.config import files
+from minitron.config.command import limited_memory
 
 
 @pytest.mark.parametrize(
@@ -32,6 +33,8 @@ def test_only_regular_files_are_read(tmp_path, what, message):
 def test_a_file_may_be_too_large(tmp_path):
     (tmp_path / "x").write_bytes(bytes(11))
     assert files.read_bytes(tmp_path / "x", 11) == bytes(11)
+    with limited_memory(1 << 30):  # the limit on the file is no memory that is taken
+        assert files.read_bytes(tmp_path / "x", 1 << 33) == bytes(11)
     with pytest.raises(OSError, match="its 11 bytes are more than 10"):
         files.read_bytes(tmp_path / "x", 10)
 

@@ -438,7 +438,7 @@ PLACES: list[tuple[Callable[[tuple], bool], tuple[str, ...]]] = [
     (lambda p: p[:2] == ("config", "model") and len(p) == 3 and p[2] in ("num_layers", "hidden_size", "num_heads"), ()),
     (lambda p: p[:1] == ("config",) and len(p) == 2, ("{}",)),
     (lambda p: p[:1] == ("layout",) and len(p) == 2, ("1" + "0" * 13,)),
-    (lambda p: p == ("state", "optimizer_steps"), ("1.5", "-1", "true")),
+    (lambda p: p == ("state", "optimizer_steps"), ("1.5", "true")),
     (lambda p: p[:1] == ("files",) and len(p) >= 2, ()),
     (lambda p: p[:1] == ("tensors",) and len(p) >= 2 and p[-1] != "kinds", ()),
 ]

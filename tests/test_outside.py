@@ -41,6 +41,8 @@ TABLE = [
         (
             "launch/test_slurm.py::test_mistakes_are_one_line_and_a_failed_job",
             "launch/test_jube.py::test_a_job_that_fails_says_so_to_jube",
+            "launch/test_slurm.py::test_a_key_that_a_job_would_read_otherwise_than_its_ranks_is_refused",
+            "test_pretrain.py::test_a_place_in_no_world_is_one_line",
             "runtime/test_environment.py::test_a_round_that_no_supervisor_wrote_is_named",
             "runtime/test_environment.py::test_a_folder_that_another_user_could_have_made_is_not_used",
         ),
@@ -92,6 +94,8 @@ TABLE = [
             "tools/test_convert_megatron.py::test_chunks_that_leave_a_hole_overlap_or_reach_beyond_are_refused",
             "tools/test_convert_megatron.py::test_names_that_are_no_text_and_shapes_that_are_none_are_refused",
             "tools/test_convert_megatron.py::test_damaged_files_are_named",
+            "tools/test_convert_megatron.py::test_what_is_no_file_is_not_waited_for",
+            "tools/test_convert_megatron.py::test_a_chunk_that_is_no_tensor_of_the_index_is_refused",
             "tools/test_limits.py::test_a_pickle_takes_no_more_than_its_bytes_allow",
         ),
     ),
@@ -102,6 +106,7 @@ TABLE = [
         "refused if its base or its shapes are others",
         (
             "checkpoint/test_adapter.py::test_an_adapter_belongs_to_its_base",
+            "checkpoint/test_adapter.py::test_an_adapter_that_is_not_what_its_index_says_is_refused",
             "checkpoint/test_adapter.py::test_a_base_of_another_shape",
         ),
     ),
@@ -189,7 +194,18 @@ TABLE = [
             "supervise/test_supervisor.py::test_garbage_in_the_round_is_skipped_and_counted",
             "supervise/test_supervisor.py::test_the_last_step_is_looked_for_in_a_regular_file_alone",
             "supervise/test_goodput.py::test_rows_of_others_are_skipped_and_counted",
-            "supervise/test_goodput.py::test_a_line_without_end_is_read_in_parts",
+            "supervise/test_goodput.py::test_a_line_without_end_is_not_read",
+        ),
+    ),
+    Outside(
+        "logs that tools draw",
+        "other programs that write to the folder of the run",
+        "regular files; numbers that can be drawn",
+        ONE_LINE,
+        (
+            "tools/test_plot_run.py::test_bad_input_is_one_line",
+            "tools/test_stragglers_tool.py::test_what_cannot_be_drawn_is_one_line",
+            "tools/test_training_metrics.py::test_mistakes_are_one_line",
         ),
     ),
     Outside(

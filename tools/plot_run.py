@@ -35,6 +35,7 @@ MARGIN = 8  # columns left of the plot: tick labels and axis
 COLUMNS = ("tokens_per_second", "memory_gib", "grad_norm", "learning_rate")  # of metrics.jsonl, beside the loss
 SMOOTH = 100  # points that a smoothed curve has, about
 FINAL_STEPS = 10  # the loss of single steps is noisy: the final loss is the mean of this many
+LARGEST_STEP, LARGEST = 1e15, 1e100  # that can be drawn
 WELL_BELOW = 0.5  # nats; the perplexity is then less than exp(-0.5) = 61 % of the unigram model's
 
 # Bits of U+2800 for the dots of one braille character, [row][column].
@@ -107,9 +108,13 @@ def read_run(directory: Path) -> Run:
 def add_record(run: Run, record: dict) -> None:
     def number(key: str) -> float:
         value = record.get(key)
+        if value is not None and abs(value) >= LARGEST:
+            raise ValueError(f"{key} is too large to be drawn")
         return math.nan if value is None else float(value)
 
     kind = record["kind"]
+    if kind in ("step", "eval") and not 0 <= record["step"] < LARGEST_STEP:
+        raise ValueError("no run has this step")
     if kind == "run":
         entropy = number("unigram_entropy")
         run.unigram_entropy = None if math.isnan(entropy) else entropy

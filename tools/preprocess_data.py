@@ -102,6 +102,8 @@ def preprocess(
     prefixes = [f"{output_prefix}_{name}_document" for name in names or job.keys]
     files = files_of(inputs)
     check_outputs(prefixes)
+    if workers > (most := 4 * (os.cpu_count() or 1)):
+        raise ValueError(f"--workers {workers}: that many processes take all memory; use {most} at most")
     for key in job.keys:
         if job.keys.count(key) > 1:
             raise ValueError(f"--json-keys {' '.join(job.keys)}: {key!r} is there twice; name each key once")

@@ -26,6 +26,7 @@ from minitron.config.text import printable
 from minitron.planner import style
 from minitron.runtime.metrics import rows, without_repeats
 
+LARGEST = 1e15  # of steps and seconds
 COLUMNS, ROWS = 60, 32  # of the terminal picture at most
 LIMITS = (1.05, 1.1, 1.25, 1.5)  # from here on a cell is darker
 UNICODE, ASCII = "·░▒▓█", ".:+*#"
@@ -47,7 +48,7 @@ def read(directory: Path) -> Times:
     path = directory / "metrics.jsonl"
     with errors_as(ValueError, lambda error: f"{path} cannot be read ({error}); name the log.dir of a run", OSError):
         found = without_repeats(rows(path))
-    records: dict[int, dict] = {}
+    records: dict[int, tuple[list[float], list[int]]] = {}
     places, world, stages = [], 0, 1
     for row in found:
         try:
@@ -59,18 +60,21 @@ def read(directory: Path) -> Times:
             elif kind == "places":
                 places = [printable(place) for place in row["places"]]
             elif kind == "ranks":
-                assert len(row["own_seconds"]) == world and world % stages == 0
-                records[int(row["step"])] = row
-        except (ValueError, KeyError, TypeError, AttributeError, AssertionError):
+                step, slow = int(row["step"]), list(map(int, row["slow"]))
+                own = list(map(float, row["own_seconds"]))
+                assert 0 <= step < LARGEST and all(0 <= seconds < LARGEST for seconds in own)
+                assert len(own) == world and stages > 0 == world % stages and set(slow) <= set(range(world))
+                records[step] = own, slow
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, AssertionError):
             raise ValueError(f"{path}:{row['line']} is no record of a run; leave the line out") from None
     if not records:
         why = "it had one rank in a stage, train.check_speed_every=0, or fewer steps than that"
         raise ValueError(f"{path} holds no times of ranks; {why}")
-    seconds = np.array([record["own_seconds"] for record in records.values()], dtype=float)
+    seconds = np.array([own for own, _ in records.values()])
     of_stages = seconds.reshape(len(seconds), stages, -1)
     usual = np.maximum(np.median(of_stages, 2, keepdims=True), 1e-9)
-    slow = [list(map(int, record["slow"])) for record in records.values()]
-    return Times(list(records), seconds, (of_stages / usual).reshape(seconds.shape), slow, places)
+    slow_ranks = [slow for _, slow in records.values()]
+    return Times(list(records), seconds, (of_stages / usual).reshape(seconds.shape), slow_ranks, places)
 
 
 def binned(x: np.ndarray, most: int, dim: int, reduce) -> tuple[np.ndarray, list[range]]:

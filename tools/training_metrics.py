@@ -15,7 +15,6 @@ minitron/config/flops.py.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 import sys
@@ -26,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an 
 
 from minitron.config import cli, flops
 from minitron.config.command import Parser, positive, run
+from minitron.config.files import parse_json, size_of
 from minitron.config.text import printable
 
 # Per sample, forward and backward, as the recipes that name these models count them.
@@ -91,7 +91,7 @@ def dllogger_step(line: str) -> Step | None:
     _, found, text = line.partition("DLLL ")
     if not found:
         return None
-    record = json.loads(text)
+    record = parse_json(text)
     step, data = record.get("step"), record.get("data")
     if not isinstance(step, int) or not isinstance(data, dict) or "train_step_timing in s" not in data:
         return None
@@ -123,6 +123,7 @@ def read_steps(path: Path) -> tuple[str, dict[int, float]]:
     Raises ValueError if it cannot be read or has no step.
     """
     try:
+        size_of(path)  # a device or a pipe might never end
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()  # a bar ends in a carriage return
     except OSError as error:
         raise ValueError(f"--file {path} cannot be read: {error.strerror}") from None
@@ -131,7 +132,7 @@ def read_steps(path: Path) -> tuple[str, dict[int, float]]:
         for number, line in enumerate(lines, start=1):
             try:
                 found = reader(line)
-            except (ValueError, TypeError, AttributeError):
+            except (ValueError, TypeError, AttributeError, OverflowError):
                 if number == len(lines):  # which a live run may still be writing
                     continue
                 raise ValueError(f"{path}:{number} is a broken record: {line[:60]!r}") from None

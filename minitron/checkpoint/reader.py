@@ -32,7 +32,7 @@ from minitron.kernels.gemm import DTYPES
 
 SHARD_NAME = re.compile(r"[\w.-]+\.safetensors")
 MAX_COUNT, MAX_DIMS = 1 << 48, 8
-COUNTERS = ("optimizer_steps", "clean_steps", "loss_tolerance")  # of `state`; the last may be negative
+COUNTERS = {"optimizer_steps": 0, "clean_steps": 0, "loss_tolerance": -1 << 31}  # of `state`: the least of each
 
 
 class Reader:
@@ -167,8 +167,8 @@ class Reader:
         for values in _mapping({"history": {}} | rerun, "history", "state.rerun.").values():
             if not all(isinstance(value, float) and math.isfinite(value) for value in values):
                 raise ValueError("state.rerun.history holds what is no finite number")
-        for name in COUNTERS:
-            if not -1 << 31 < self.state.get(name, 0) < 1 << 31:
+        for name, least in COUNTERS.items():
+            if not least <= self.state.get(name, 0) < 1 << 31:
                 raise ValueError(f"{name}={self.state[name]} is no counter")
         if not 1 <= (scale := self.state.get("loss_scale", 1)) < math.inf:
             raise ValueError(f"loss_scale={scale} is no loss scale")

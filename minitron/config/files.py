@@ -45,7 +45,7 @@ def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
     if (size := size_of(path)) > most:
         raise OSError(errno.EFBIG, f"its {size} bytes are more than {most}", os.fspath(path))
     with open(path, "rb") as file:
-        return file.read(most)
+        return file.read(size)  # a buffer of `most` bytes could be more than this process may have
 
 
 def lines_of(file: BinaryIO, path: str | os.PathLike[str]) -> Iterator[bytes]:

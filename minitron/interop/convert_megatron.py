@@ -18,6 +18,7 @@ those of the two families: each is refused by its name.
 """
 
 import argparse
+import re
 from functools import lru_cache, reduce
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from minitron.checkpoint.format import NAMES
 from minitron.config import cli, rules
 from minitron.config.command import Parser, new_path
 from minitron.config.schema import ModelConfig
+from minitron.config.text import printable, short
 from minitron.interop import hf
 from minitron.interop.import_weights import import_weights
 from minitron.interop.torch_dist import Reader
@@ -168,8 +170,10 @@ def find(source: Path) -> Path:
     """Return the folder with .metadata: the source, or the newest iteration in it."""
     latest = source / "latest_checkpointed_iteration.txt"
     if latest.is_file():
-        text = latest.read_text().strip()
-        source /= f"iter_{int(text):07d}" if text.isdigit() else text
+        text = latest.read_text(errors="replace").strip()
+        if not re.fullmatch("[0-9]{1,9}|release", text):
+            raise ValueError(f"{latest} has {short(text)!r}, no iteration; name one of the folders beside it")
+        source /= text if text == "release" else f"iter_{int(text):07d}"
     if not source.is_dir():
         raise ValueError(f"{source}: there is no such folder; name a checkpoint of Megatron's")
     if not (source / ".metadata").is_file():
@@ -227,6 +231,8 @@ def model_of(reader: Reader, weights: set[str], keys: list[str], accepted: set[s
     elif not any("num_heads" in key or "=" not in key for key in keys):
         fix = "say model.num_heads=N, and as far as they differ from the defaults model.num_kv_heads, model.rope_theta"
         raise ValueError(f"{reader.path} has no arguments of a run{why}; {fix}, model.norm_eps, model.max_positions")
+    elif why:
+        print(f"note: the keys alone describe the model, since the run's arguments cannot be read{printable(why)}")
     if "rope_theta" in model:
         model["rope_theta"] = float(model["rope_theta"])
     cfg = cli.load([*keys, "train.seq_len=1"], ({"model": model}, str(reader.path)))

@@ -24,6 +24,7 @@ from torch import Tensor
 from minitron.checkpoint.boxes import Box, covers
 from minitron.checkpoint.reader import MAX_COUNT, MAX_DIMS
 from minitron.config.command import limited_memory
+from minitron.config.files import read_bytes, size_of
 
 METADATA_BYTES = 1 << 30
 MEMORY_BYTES, MEMORY_TIMES = 256 << 20, 64  # that a pickle may take, and for each of its bytes: objects take some 15
@@ -158,15 +159,18 @@ class Reader:
         if not path.exists():
             return {}
         try:
+            size = size_of(path)
             with zipfile.ZipFile(path) as file:
                 (name,) = [name for name in file.namelist() if name.endswith("/data.pkl")]
-                if file.getinfo(name).file_size > path.stat().st_size:
+                if file.getinfo(name).file_size > size:
                     raise ValueError(f"{name} is compressed, which torch.save does not do")
                 data = file.read(name)
         except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError, RuntimeError) as error:
             raise ValueError(f"{path} cannot be read ({error}); copy it again") from error
         content = unpickle(data, str(path))
         args = content.get("args") if isinstance(content, dict) else None
+        if not isinstance(args, Record | None):
+            raise ValueError(f"{path} has a {type(args).__name__} for the run's arguments; copy it again")
         return {} if args is None else {k: v for k, v in vars(args).items() if k not in ("args", "state")}
 
     def _check(self, name: str) -> None:
@@ -189,7 +193,7 @@ class Reader:
     def _check_bytes(self) -> None:
         """Raise ValueError if the tensors are larger than the files: a small folder takes little memory."""
         total = sum(math.prod(self.shape(name)) * self.dtype(name).itemsize for name in self._tensors)
-        there = sum(path.stat().st_size for path in self.path.iterdir())
+        there = sum(path.stat().st_size for path in self.path.iterdir() if path.is_file())
         if total > there:
             raise ValueError(f"{self.path} has {there} bytes, and its .metadata tensors of {total}; copy all its files")
 
@@ -202,6 +206,7 @@ class Reader:
         if getattr(info, "transform_descriptors", None):
             raise ValueError(f"{path} is compressed; save it without stream extensions")
         try:
+            size_of(path)
             with open(path, "rb") as file:
                 file.seek(info.offset)
                 data = file.read(info.length)
@@ -210,15 +215,15 @@ class Reader:
         except UNREADABLE as error:
             why = " ".join(str(error).split())[:200]
             raise ValueError(f"{path}: {name} cannot be read ({why}); copy the file again") from error
-        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != size:
-            raise ValueError(f"{path}: {name} has another shape than .metadata says; copy the files of one checkpoint")
-        return tensor.to(self.dtype(name))
+        dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
+        if not dense or tensor.is_nested or (tensor.dtype, tuple(tensor.shape)) != (self.dtype(name), size):
+            why = "is no tensor of the number format and shape that .metadata says"
+            raise ValueError(f"{path}: {name} {why}; copy the files of one checkpoint")
+        return tensor
 
 
 def _read(path: Path) -> bytes:
     try:
-        if path.stat().st_size > METADATA_BYTES:
-            raise ValueError(f"{path} is larger than any index; name a checkpoint")
-        return path.read_bytes()
+        return read_bytes(path, METADATA_BYTES)
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}); name a folder of Megatron's, iter_...") from error

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from minitron.checkpoint.directory import newest
 from minitron.checkpoint.format import CheckpointError, disk_errors
+from minitron.checkpoint.load import check_tensors
 from minitron.checkpoint.reader import Reader
 from minitron.checkpoint.weights import Weights, base_of, best_kind, check_base, config_of, fingerprint, read_float32
 from minitron.config.schema import Config, ModelConfig
-from minitron.config.sizes import adapted
+from minitron.config.sizes import adapted, linear_sizes
 from minitron.interop import hf
 
 
@@ -60,6 +61,16 @@ class AdapterRows(NamedTuple):
     columns: slice
 
 
+def factors_of(cfg: Config) -> dict[str, list[int]]:
+    """Map the name of every adapter's factor to its whole shape."""
+    found, rank, sizes = {}, cfg.lora.rank, linear_sizes(cfg.model)
+    for layer, spans in adapted(cfg.model, cfg.lora.targets).items():
+        for i in range(cfg.model.num_layers) if spans else ():
+            found[f"blocks.{i}.{layer}.adapter.a"] = [len(spans) * rank, sizes[layer][0]]
+            found |= {f"blocks.{i}.{layer}.adapter.b.{target}": [span.size, rank] for target, span in spans.items()}
+    return found
+
+
 class MergedAdapter:
     """An adapter's checkpoint and its base as one model. Raises CheckpointError if they do not belong together."""
 
@@ -68,6 +79,7 @@ class MergedAdapter:
     def __init__(self, adapter: Reader, cfg: Config, base: Weights):
         self.base_fingerprint = fingerprint(base)
         check_base(adapter, base, self.base_fingerprint)
+        check_tensors(adapter, factors_of(cfg))
         self.adapter, self.base, self.cfg = adapter, base, cfg
         self.path, self.index, self.iteration = adapter.path, adapter.index, adapter.iteration
         self.config, self.state = adapter.config, adapter.state

@@ -49,7 +49,8 @@ class Signer:
     """
 
     def __init__(self, secret: str = "", place: str = "", report: Callable[[str], object] = lambda _: None):
-        self._secret, self._place, self._report = secret.encode(), place, report
+        self._secret = secret.encode(errors="surrogateescape")  # as it was in the environment, in any encoding
+        self._place, self._report = place, report
         self._reported: set[str] = set()
 
     def enter(self, part: str) -> None:

@@ -77,7 +77,8 @@ class Supervisor:
         self.heartbeat: dict = here | {"port": args.port, "count": 0} | IDLE
         self.path, self.leader = self.folder / f"node-{args.node}.json", Leader(args, self.folder)
         self.ending = 0.0  # when the ranks were killed, until they have ended
-        self.written = self.passed = 0.0  # times of the last heartbeat and of the main thread's last pass
+        self.passed = 0.0
+        self.written = -math.inf  # times of the last heartbeat and of the main thread's last pass
         self.shown, self.starts, self.interrupted = False, 0, False
         self.writing = threading.Lock()
 
@@ -151,7 +152,7 @@ class Supervisor:
             elif state == "running" and not self.agent.running:
                 self.heartbeat["state"] = "done"
         if state != self.heartbeat["state"]:
-            self.written = 0.0
+            self.written = -math.inf
 
     def replaced(self) -> bool:
         """Return whether a newer supervisor writes this node's heartbeat, as when a lost pod comes back."""
@@ -200,7 +201,7 @@ class Supervisor:
             return round_["status"]
         if round_["state"] == "stop" and round_["key"] != beat["looked"] and not beat["leaving"]:
             beat |= {"unfit": self.health.unfit(), "poor": self.health.poor(), "looked": round_["key"]}
-            self.written = 0.0
+            self.written = -math.inf
         unfit = beat["unfit"] and self.args.host in round_["excluded"]  # the leader has read the reason
         return LEFT if unfit or beat["leaving"] and (mine not in members or round_["left"]) else None
 
@@ -256,6 +257,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     least = {"nodes": 1, "ranks": 1, "port": 1, "beat_seconds": 0.001, "dead_seconds": args.beat_seconds}
     most = {"node": args.nodes + args.spares - 1, "port": 65535, "gather_seconds": math.inf, "rejoin_seconds": math.inf}
+    # The leader reads a file of each node a second; the ranks of a node are one packet to its agent.
+    most |= {"nodes": 100_000, "spares": 100_000, "ranks": 256}
     for name, value in vars(args).items():
         low, high = least.get(name, 0), most.get(name, 1_000_000_000)
         if isinstance(value, (int, float)) and not low <= value <= high:

@@ -23,6 +23,7 @@ from minitron.interop import hf
 from minitron.interop.weights import MergedAdapter, fingerprint, open_weights
 from minitron.testing import assert_close_rel
 from test_checkpoint import assert_same, contents, leg, saving, start_trainer, whole
+from test_checkpoint_format import reindex
 from test_convert_hf import batch_of, convert, error_of, loaded, model_of
 from test_lora import ALL
 
@@ -226,6 +227,17 @@ def test_an_adapter_belongs_to_its_base(bases, tmp_path):
         assert line in start_error(dataclasses.replace(cfg, lora=dataclasses.replace(cfg.lora, **keys)))
     full = saving(tuning(bases("llama"), "sft"), tmp_path / "run")
     assert "finetune.kind was lora and is sft; set it to that, or use another checkpoint.dir" in start_error(full)
+
+
+@pytest.mark.parametrize("keys", [{"rank": 2}, {"rank": 5}, {"targets": ["q"]}, {"targets": ["qkv", "up"]}, {}])
+def test_an_adapter_that_is_not_what_its_index_says_is_refused(bases, tmp_path, keys):
+    """A part of its factors would have been merged alone, or none of them."""
+    leg(saving(tuning(bases("llama")), tmp_path / "run"), 1)
+    step = tmp_path / "run" / "step_00000001"
+    config = json.loads((step / "index.json").read_text())["config"]
+    reindex(step.parent, step.name, config=config | {"lora": keys and config["lora"] | keys})
+    for options in (), ("--adapter",):
+        assert "of another model: blocks.0." in error_of(convert, "export", step, tmp_path / "out", *options)
 
 
 def test_a_base_of_another_shape(bases, tmp_path):

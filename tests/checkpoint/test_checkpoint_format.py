@@ -220,9 +220,9 @@ def test_every_corruption_is_found(tmp_path_factory, sound, data):
         Reader(directory).verify()
 
 
-def reindex(directory: Path, **changes) -> Path:
+def reindex(directory: Path, step: str = "step_00000003", **changes) -> Path:
     """The index with changes and a checksum that is right: what only a program that means to would write."""
-    path = directory / "step_00000003" / "index.json"
+    path = directory / step / "index.json"
     index = json.loads(path.read_text())
     del index["checksum"]
     body = json.dumps(index | changes)[1:].encode()
@@ -260,6 +260,7 @@ def tensors_with(**box) -> dict:
         (dict(state={"rerun": {"history": {"loss": ["1"]}}}), "state.rerun.history holds what is no finite number"),
         (dict(state={"data": {"train_samples": -1}}), "-1 is no count"),
         (dict(state={"optimizer_steps": 1 << 40}), "optimizer_steps=1099511627776 is no counter"),
+        (dict(state={"optimizer_steps": -1}), "optimizer_steps=-1 is no counter"),
         (dict(state={"optimizer_steps": float("nan")}), "NaN is no number of JSON"),
         (dict(state={"loss_scale": 0.5}), "loss_scale=0.5 is no loss scale"),
         (dict(tensors=tensors_with(key=3)), "the key 3 is no text"),

@@ -92,6 +92,8 @@ def test_a_job_that_would_run(stage):
         ({"SPARE_NODES": "08"}, "variables", "SPARE_NODES=08 is no number"),
         ({"MIN_NODES": "abc"}, "variables", "MIN_NODES=abc is no number"),
         ({"RESTARTS": "9" * 20}, "variables", "is no number of starts"),
+        ({"SLURM_RESTART_COUNT": "PATH[0]"}, "variables", "SLURM_RESTART_COUNT=PATH[0] is no number of starts"),
+        ({"MIN_NODES": "1\n\x1b[2J2"}, "variables", "MIN_NODES=1  [2J2 is no number"),
         ({"MASTER_PORT": "70000"}, "variables", "MASTER_PORT=70000 is no port"),
         ({"EXTRA_ARGS": "parallel.tp=5"}, "layout", "parallel.tp*pp*cp=5*8*1=40 does not divide the world of 128"),
         ({"EXTRA_ARGS": "train.micro_batch_size=8 parallel.vp=1"}, "memory", "do not fit into the 76.1 GiB that H100"),

@@ -722,6 +722,24 @@ def test_a_job_without_a_log_is_refused(tmp_path):
     assert status == 1 and said.startswith("error: log.dir=null in EXTRA_ARGS, and a job reads there how"), said
 
 
+UNREAD = ["log.dir='/a'", 'log.dir="/a"', 'log={"dir":"/a"}', "log.dir=~", "log.dir=~root/a", 'profile={"kind":"nsys"}']
+
+
+@pytest.mark.parametrize("override", UNREAD)
+def test_a_key_that_a_job_would_read_otherwise_than_its_ranks_is_refused(tmp_path, override):
+    """It looked for the log of its ranks in another folder, and took a run that was stopped for one that was done."""
+    status, said = Stubs(tmp_path, "", extra=f"{override} train.steps=5").end()
+    assert status == 1 and said.startswith(f"error: {override} in EXTRA_ARGS") and said.count("\n") == 1, said
+    done = subprocess.run(
+        ["bash", str(ROOT / "launch" / "quickstart.sh"), override], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 1 and override in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    words = ["true", "8", "-m", "minitron.pretrain", override]
+    env = os.environ | {"SLURM_PROCID": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_ID": "7", "MASTER_PORT": "6000"}
+    done = subprocess.run(["bash", "launch/node.sh", *words], env=env, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1 and done.stderr.startswith(f"error: {override} is not read"), done.stderr
+
+
 def test_a_signal_as_the_ranks_end_does_not_hide_how_they_ended(tmp_path):
     """scancel, to hand the signal on, may take seconds; the status of the wait that it ended was taken for theirs."""
     ranks = f"touch running; until [ -e told ]; do sleep 0.05; done; echo '{REPORT}' >>rank-0.log"

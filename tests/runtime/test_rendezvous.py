@@ -64,6 +64,9 @@ def test_a_message_is_valid_at_one_key_of_one_start():
         SignedStore(stranger, other).set("c", "1")
         assert store.get("c") is None
     assert "secret" not in "".join(reports)
+    odd = SignedStore(stranger, Signer("\udcff", "job"))  # as Python reads a variable that is not UTF-8
+    odd.set("d", "1")
+    assert odd.get("d") == "1"
 
 
 def test_the_store_of_a_start():

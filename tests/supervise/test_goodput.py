@@ -7,10 +7,11 @@ import pytest
 
 from fault_run import Run
 from kill_run import MODEL
+from minitron.config import files
 from minitron.config.save_interval import best_interval
 from minitron.planner.failures import predict
 from minitron.runtime.metrics import rows
-from minitron.supervise.goodput import FIRST_STEPS, PARTS, measure
+from minitron.supervise.goodput import FIRST_STEPS, PARTS, measure, of_run
 
 
 def run_row(first_step, started, load, now):
@@ -98,6 +99,16 @@ def test_rows_of_before_have_no_account(tmp_path):
     torn = tmp_path / "metrics.jsonl"
     torn.write_text('{"kind": "run"}\n{"kind": "st\n7\n{"kind": "step", "step": 1}\n{"kin')
     assert [row.get("kind") for row in rows(torn)] == ["run", None, None, "step"]
+
+
+def test_a_line_without_end_is_not_read(tmp_path, monkeypatch):
+    """All of it would not fit into memory."""
+    monkeypatch.setattr(files, "RECORD_BYTES", 100)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"kind": "step"}}\n{{"a": "{"x" * 350}"}}\n')
+    with pytest.raises(ValueError, match="line 2"):
+        list(rows(path))
+    assert of_run(path, {}) is None
 
 
 FOREIGN = [

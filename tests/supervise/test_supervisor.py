@@ -571,6 +571,7 @@ def test_garbage_in_all_files_does_not_end_a_run(tmp_path):
         ("--nonsense", "x"),
         *((f"--{name}", "-1") for name in ("node", "spares", "port", "max-restarts", "backoff-seconds")),
         ("--node", "3"),  # of two and a spare
+        *((f"--{name}", "1000000000") for name in ("nodes", "spares", "ranks")),
         ("--port", "0"),
         ("--port", "65536"),
         *((f"--{name}-seconds", "nan") for name in ("beat", "dead", "backoff", "gather", "rejoin")),
@@ -758,6 +759,28 @@ def test_too_few_nodes_go_back_to_the_queue(tmp_path):
 def test_failures_in_a_row_are_counted_by_step():
     assert repeated([[7, "a"], [9, "a"], [9, "b"]]) == 2 and repeated([[9, "a"], [7, "a"]]) == 1
     assert repeated([[None, "a"]] * 3) == 3
+
+
+def test_a_line_of_the_leader_moves_no_cursor(leader, capsys):
+    nodes = [beat_of(n, host="a\x1b[2J\nb") for n in range(2)]
+    for node, beat in enumerate(nodes):
+        write_json_atomically(leader.folder / f"node-{node}.json", beat)
+    assert leader.lead()["state"] == "run"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.isprintable() and "\\x1b" in line
+
+
+def test_the_first_beat_waits_for_no_other(tmp_path):
+    """A clock that begins with the machine may be younger than --beat-seconds."""
+    (tmp_path / "job.py").write_text("")
+    words = ["--node=0", "--nodes=1", "--ranks=1", f"--dir={tmp_path}", "--id=a", "--preload=json"]
+    words += ["--beat-seconds=900000000", "--dead-seconds=900000000", str(tmp_path / "job.py")]
+    done = subprocess.run(
+        [sys.executable, "-m", "minitron.supervise", *words],
+        env=os.environ | {"PYTHONPATH": PYTHONPATH},
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 0
 
 
 def test_a_reason_is_one_line():

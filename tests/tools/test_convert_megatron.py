@@ -493,9 +493,37 @@ def test_damaged_files_are_named(tmp_path):
     assert "cannot be read" in error_of(folder, tmp_path / "o")
     (folder / "common.pt").write_bytes(b"no zip")
     assert "common.pt cannot be read" in error_of(folder, tmp_path / "o")
+    torch.save({"args": [4]}, folder / "common.pt")
+    assert "a list for the run's arguments" in error_of(folder, tmp_path / "o")
     with zipfile.ZipFile(folder / "common.pt", "w") as file:
         file.writestr("x/data.pkl", pickle.dumps(json.loads("{}")))
     assert "has no arguments of a run" in error_of(folder, tmp_path / "o")
+
+
+@pytest.mark.parametrize("name", [".metadata", "common.pt", "__0_0.distcp"])
+@pytest.mark.parametrize("what", ["pipe", "dangling"])
+def test_what_is_no_file_is_not_waited_for(tmp_path, name, what):
+    folder = llama(tmp_path)
+    (folder / name).unlink()
+    if what == "pipe":
+        os.mkfifo(folder / name)
+    else:
+        (folder / name).symlink_to("/nowhere")
+    error_of(folder, tmp_path / "o")
+
+
+@pytest.mark.parametrize("text", ["../other", "/etc", "", "9" * 5000, "\xb2", "a\0b"])
+def test_the_newest_iteration_is_a_folder_beside_the_file_that_names_it(tmp_path, text):
+    folder = llama(tmp_path)
+    (folder / "latest_checkpointed_iteration.txt").write_text(text, encoding="latin-1")
+    assert "latest_checkpointed_iteration.txt" in error_of(folder, tmp_path / "o")
+
+
+def test_arguments_that_cannot_be_read_are_noted_also_where_keys_describe_the_model(tmp_path, capsys):
+    folder = llama(tmp_path)
+    (folder / "common.pt").write_bytes(b"no zip")
+    convert(folder, tmp_path / "o", "model.num_heads=4", "model.num_kv_heads=2")
+    assert "note: " in capsys.readouterr().out
 
 
 # ---- chunks ---------------------------------------------------------------------------------------------------------
@@ -585,3 +613,21 @@ def test_a_chunk_s_place_that_is_none_is_refused(tmp_path, place):
     (folder / "__0_0.distcp").write_bytes(b"some bytes")
     with pytest.raises(ValueError, match="again"):
         torch_dist.Reader(folder).read("x")
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        pytest.param(torch.zeros(4, 6).to_sparse(), id="sparse"),
+        pytest.param(torch.empty(4, 6, device="meta"), id="without data"),
+        pytest.param(torch.zeros(4, 6, dtype=torch.int8), id="of another number format"),
+        pytest.param(torch.zeros(6, 4), id="of another shape"),
+        pytest.param({"x": torch.zeros(4, 6)}, id="no tensor"),
+    ],
+)
+def test_a_chunk_that_is_no_tensor_of_the_index_is_refused(tmp_path, made):
+    torch.save(made, tmp_path / "__0_0.distcp")
+    size = (tmp_path / "__0_0.distcp").stat().st_size
+    reader = torch_dist.Reader(index_with(tmp_path, [((0, 0), (4, 6))], length=size))
+    with pytest.raises(ValueError, match="__0_0.distcp: x "):
+        reader.read("x")

@@ -271,6 +271,9 @@ def broken(tmp_path, name):
         return write(tmp_path, []), "holds no step with a finite loss"
     if name == "nan":
         return write(tmp_path, records([math.nan])), "holds no step with a finite loss"
+    if name == "pipe":  # to wait for whoever writes into it would take for ever
+        os.mkfifo(tmp_path / "metrics.jsonl")
+        return tmp_path, "cannot be read"
     (tmp_path / "metrics.jsonl").write_bytes(
         {
             "binary": b"\xff\xfe\n",
@@ -279,13 +282,21 @@ def broken(tmp_path, name):
             "no kind": b'{"step": 1}\n',
             "no step": b'{"kind": "step", "loss": 1.0}\n',
             "wrong type": b'{"kind": "step", "step": 1, "loss": [1.0]}\n',
+            "deep": b"[" * 100_000 + b"\n",
+            "huge step": b'{"kind": "step", "step": 1%s, "loss": 1.0}\n' % (b"0" * 400),
+            "huge loss": b'{"kind": "step", "step": 1, "loss": -1e308}\n',
+            "huge entropy": b'{"kind": "run", "unigram_entropy": 1e400}\n',
         }[name]
     )
     return tmp_path, "metrics.jsonl:1 is no record of a run"
 
 
 @pytest.mark.parametrize(
-    "name", ["missing", "empty", "nan", "binary", "text", "list", "no kind", "no step", "wrong type"]
+    "name",
+    [
+        *("missing", "empty", "nan", "binary", "text", "list", "no kind", "no step", "wrong type"),
+        *("pipe", "deep", "huge step", "huge loss", "huge entropy"),
+    ],
 )
 def test_bad_input_is_one_line(tmp_path, capsys, name):
     directory, message = broken(tmp_path, name)

@@ -171,6 +171,7 @@ def test_an_error_in_a_worker_is_one_line_and_leaves_nothing(tmp_path):
     [
         ({"--input": "absent"}, "absent: no such input file; correct --input"),
         ({"--workers": "0"}, "--workers: 0 is no whole number"),
+        ({"--workers": "9999999"}, "--workers 9999999: that many processes"),
         ({"--tokenizer": "gpt9:x"}, "--tokenizer='gpt9:x' is none of"),
         ({"--output-prefix": "old"}, "old_text_document.idx exists already; delete it or choose another"),
         ({"--output-prefix": "in.jsonl/out"}, "in.jsonl/out_text_document: cannot be written"),

@@ -1,6 +1,7 @@
 """Times of ranks are drawn as they were, and who was slow is named."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -59,10 +60,18 @@ def test_a_run_started_again_replaces_what_it_does_anew(tmp_path):
         ([START], "holds no times of ranks; it had one rank in a stage, train.check_speed_every=0, or fewer steps"),
         ([START, ranks_row(10, [1, 1])], "metrics.jsonl:2 is no record of a run"),
         ([ranks_row(10, None)], "metrics.jsonl:1 is no record of a run"),
+        ([START | {"pp": 0}, ROWS[0]], "metrics.jsonl:2 is no record of a run"),
+        ([START, ranks_row(10, [1, 1, 3, "x"])], "metrics.jsonl:2 is no record of a run"),
+        ([START, ranks_row(10, [1, 1, 3, 10**400])], "metrics.jsonl:2 is no record of a run"),
+        ([START, ranks_row(10**400, [1, 1, 3, 3])], "metrics.jsonl:2 is no record of a run"),
+        ([START, ranks_row(10, [1, 1, 3, 3], [4])], "metrics.jsonl:2 is no record of a run"),
     ],
 )
 def test_what_cannot_be_drawn_is_one_line(tmp_path, records, said):
     with pytest.raises(ValueError, match=said):
         stragglers.main([str(write(tmp_path, *records))])
-    with pytest.raises(ValueError, match="cannot be read .*; name the log.dir of a run"):
-        stragglers.main([str(tmp_path / "nothing")])
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe" / "metrics.jsonl")
+    for folder in "nothing", "pipe":
+        with pytest.raises(ValueError, match="cannot be read .*; name the log.dir of a run"):
+            stragglers.main([str(tmp_path / folder)])

@@ -1,6 +1,7 @@
 """tools/training_metrics.py: the documented command and output, every published cell, every log that it reads."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -313,6 +314,9 @@ def test_of_a_repeated_step_the_last_counts_and_an_unfinished_line_is_no_mistake
             r"no step from --start_step 60 to --end_step 70 in \S+, whose DLLogger records have steps 0 to 49",
         ),
         ({"--file": "{zero}"}, r"the steps from 10 to 30 in \S+ take 0.0 s in all: no log of a run"),
+        ({"--file": "{deep}"}, "deep:1 is a broken record"),
+        ({"--file": "{infinite}"}, "infinite:1 is a broken record"),
+        ({"--file": "{pipe}"}, "pipe cannot be read"),
         ({"--file": None}, "the following arguments are required: --file"),
         ({"--batch_size": None}, "the following arguments are required: --batch_size"),
         ({"--num_accelerators": None}, "the following arguments are required: --num_accelerators"),
@@ -328,10 +332,13 @@ def test_of_a_repeated_step_the_last_counts_and_an_unfinished_line_is_no_mistake
     ],
 )
 def test_mistakes_are_one_line(tmp_path, change, message):
-    files = {name: tmp_path / name for name in ("empty", "binary", "broken")}
+    files = {name: tmp_path / name for name in ("empty", "binary", "broken", "deep", "infinite", "pipe")}
     files["empty"].write_text("")
     files["binary"].write_bytes(bytes(range(256)))
     files["broken"].write_text('DLLL {"step": }\nDLLL {"step": 1}\n')
+    files["deep"].write_text(f"DLLL {'[' * 100_000}\n\n")
+    files["infinite"].write_text("global_step=1e999, train_step_timing in s=1.5\n\n")
+    os.mkfifo(files["pipe"])
     files["zero"] = dllogger_file(tmp_path / "zero", [0.0] * 50)
     options = {"--file": str(dllogger_file(tmp_path / "log", [1.0] * 50)), **dict(zip(GKE[::2], GKE[1::2])), **change}
     argv = [part.format(**files) for pair in options.items() if pair[1] is not None for part in pair]
