@@ -56,7 +56,8 @@ def choose(cfg: Config, device: torch.device | str) -> Kernels:
     device, m, p = torch.device(device), cfg.model, cfg.parallel
     # FP8 first: Transformer Engine cannot load after torch's own cuDNN.
     backend = None if cfg.precision.fp8 == "none" else choose_fp8(cfg.precision, device)
-    ops, add_now = plain, None
+    ops: ModuleType = plain
+    add_now: Callable[[Tensor, int], None] | None = None
     if device.type == "cuda":
         from minitron.kernels import fused
 

@@ -125,7 +125,7 @@ def named_params_of(module: nn.Module) -> Iterator[tuple[str, Param]]:
     return cast("Iterator[tuple[str, Param]]", module.named_parameters())
 
 
-def add_gradient(param: Param, write: Callable[..., None]) -> Tensor | None:
+def add_gradient(param: Param, write: Callable[..., object]) -> Tensor | None:
     """Add a gradient to the parameter's main_grad and notify its bucket. Without a slot return it, for autograd.
 
     write(out, add=...) writes the gradient to `out`, or adds it.
