@@ -156,10 +156,11 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> dict[str, Any
     """Write a file and wait until it is on the disk. Returns its record in the index."""
     with open(path, "wb") as file:
 
-        def written() -> Iterator[Callable[[], memoryview]]:
-            for part in map(memoryview, parts):
-                for begin in range(0, len(part), BLOCK_BYTES):
-                    block = part[begin : begin + BLOCK_BYTES]
+        def written() -> Iterator[Callable[[], Any]]:
+            for part in parts:
+                view = memoryview(part)
+                for begin in range(0, len(view), BLOCK_BYTES):
+                    block = view[begin : begin + BLOCK_BYTES]
                     file.write(block)
                     yield partial(block.cast, "B")
 

@@ -48,7 +48,7 @@ class TeFp8(TorchFp8):
     ) -> Payload:
         fp8_dtype, both = FP8_DTYPES[role], columnwise and shared.size == 1
         if scale is None:
-            options = dict(with_amax_reduction=shared.size > 1, amax_reduction_group=shared.group)
+            options: dict[str, Any] = dict(with_amax_reduction=shared.size > 1, amax_reduction_group=shared.group)
             options |= dict(columnwise=both, amax_epsilon=fp8_max(fp8_dtype) / LARGEST_SCALE)
             quantizer = Float8CurrentScalingQuantizer(CODES[fp8_dtype], x.device, **options)
         else:

@@ -25,7 +25,7 @@ from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
 from minitron.kernels import plain, rng
-from minitron.kernels.gemm import CastInto, Payload
+from minitron.kernels.gemm import ABSENT, CastInto, Payload
 from minitron.kernels.plain import AdamHyper, AdamState, Rope, Updated
 
 # ---- residual sum and RMS or layer norm ------------------------------------------------------------------------------
@@ -296,12 +296,13 @@ def _run(of: str, dy: Tensor | None, x: Tensor, into: CastInto | None, sums: boo
     m, f = x.shape[0], x.shape[1] // (2 if of == "swiglu" else 1)
     n, dy = (f, None) if dy is None else (x.shape[1], dy.contiguous())
     grid = triton.cdiv(m, tile.rows), triton.cdiv(f, tile.columns)
-    rows, transposed = x.new_empty(m, n, dtype=dtype), x.new_empty(n, m, dtype=dtype) if columnwise else None
+    rows = x.new_empty(m, n, dtype=dtype)
+    transposed: Any = x.new_empty(n, m, dtype=dtype) if columnwise else None
     scale_inv: Any = None if scale is None else torch.empty_like(scale)
     parts = x.new_empty(grid[0], n, dtype=torch.float32) if sums else None
     tensors = dy, x, scale, rows, scale_inv, transposed, amax, parts
     _cast[grid](*tensors, m, f, OF=of, M=tile.rows, F=tile.columns, num_warps=tile.warps)
-    payload = Payload(rows, scale_inv, transposed, scale_inv if columnwise else None)
+    payload = Payload(rows, scale_inv, transposed, scale_inv if columnwise else ABSENT)
     return rows.view(*shape, n) if into is None else payload, None if parts is None else parts.sum(0)
 
 
