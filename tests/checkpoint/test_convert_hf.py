@@ -232,9 +232,12 @@ def test_any_box_is_that_part_of_the_whole_tensor(name, folders):
         if tensor in ("embedding.words.weight", "head.weight"):
             full = torch.cat([full, full.mean(0, keepdim=True).expand(6, -1)])
         assert reader.shape(tensor) == full.shape and reader.kinds(tensor) == ["param"]
-        for _ in range(8):
-            start = [int(torch.randint(n, (), generator=generator)) for n in full.shape]
-            shape = [int(torch.randint(n - s, (), generator=generator)) + 1 for n, s in zip(full.shape, start)]
+        starts = [[int(torch.randint(n, (), generator=generator)) for n in full.shape] for _ in range(8)]
+        boxes = [
+            (s, [int(torch.randint(n - i, (), generator=generator)) + 1 for n, i in zip(full.shape, s)]) for s in starts
+        ]
+        boxes.append(([len(full) - 5, *[0] * (full.dim() - 1)], [5, *full.shape[1:]]))  # of a vocabulary padding alone
+        for start, shape in boxes:
             expected = full[tuple(slice(s, s + n) for s, n in zip(start, shape))]
             # The padding alone is computed, in another order; the box itself says what it is.
             torch.testing.assert_close(reader.read(tensor, "param", start, shape), expected, rtol=1e-5, atol=1e-8)

@@ -16,6 +16,7 @@ from layouts import LLAMA, config
 from minitron.checkpoint import destination
 from minitron.checkpoint.directory import checkpoints
 from minitron.checkpoint.format import CheckpointError
+from minitron.checkpoint.interval import FIRST_STEPS
 from minitron.checkpoint.load import agree, newest_local_save, restore
 from minitron.checkpoint.reader import Reader
 from minitron.checkpoint.save import Checkpointer
@@ -124,6 +125,17 @@ def test_what_a_start_came_from_stays_until_there_are_two_newer_ones(ranks, begu
     """Another node may be lost while the next one is written."""
     ranks(WORLD, leg, TENSOR_AND_DATA, begun, 2, 9)
     assert steps_in(begun / "node0") == steps_in(begun / "node1") == [7, 9]
+
+
+def test_a_shared_save_begins_the_measured_interval_of_local_ones_anew(tmp_path):
+    keys = {"every": FIRST_STEPS, "local_every": "auto", "mtbf_hours": 1.0, "local_dir": str(tmp_path / "node")}
+    cfg = saving(config(LLAMA, LONG), tmp_path / "shared", **keys)
+    trainer = build(cfg, mesh_of(cfg))
+    with Log(cfg, 0, 1) as log:
+        saves = Checkpointer(cfg, trainer.state, {}, log)
+        saves.save(FIRST_STEPS, 4 * FIRST_STEPS)
+        saves.wait()
+    assert not saves.local_due(2 * FIRST_STEPS - 1) and saves.local_due(2 * FIRST_STEPS)
 
 
 def flip(path: Path) -> None:

@@ -265,6 +265,13 @@ def test_the_schedule_equals_torchs(schedule, warmup):
         assert actual == pytest.approx(expected, rel=1e-9), step  # torch multiplies up its cosine step by step
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_a_run_that_ends_within_its_warm_up_never_decays(schedule):
+    cfg = OptimizerConfig(lr=1.0, min_lr=0.1, lr_schedule=schedule, warmup_steps=20)
+    rates = [learning_rate(cfg, step * 8, global_batch_size=8, total_steps=10) for step in range(1, 11)]
+    assert rates == pytest.approx([step / 20 for step in range(1, 11)])
+
+
 @settings(deadline=None)  # other work on the machine is no failure
 @given(st.integers(0, 400), st.integers(0, 100), st.integers(1, 300), st.sampled_from(["cosine", "linear"]))
 def test_limits_in_samples_equal_limits_in_steps_and_the_decay_never_rises(step, warmup, length, schedule):

@@ -165,6 +165,23 @@ def test_sums_over_ranks_are_rounded_to_bf16_once(ranks):
             assert ((rounded - value).abs() <= 2.0**-8 * value.abs() + 1e-5).all(), f"{case}: {name}"
 
 
+def uneven_backward(dout, q, k, v, out, lse, saved, *, causal, scale):
+    """Gradients of 256 from the rank's own keys and of 1 from others': a sum that is kept in bf16 stays 256."""
+    return tuple(torch.full_like(x, 256.0 if causal else 1.0) for x in (q, k, v))
+
+
+BACKENDS["uneven"] = Backend("uneven", FLASH_CPU.forward, uneven_backward)
+
+
+def test_bf16_results_of_kernels_are_added_up_in_float32(ranks):
+    ((_, actual),) = run_whole(ranks, 4, [Case("ring", 8, 4, False, "uneven", torch.bfloat16)])
+    # Queries of chunk c of 8 meet keys of min(c, 3) other ranks; its keys meet queries of min(7 - c, 3).
+    others = torch.arange(8).clamp(max=3).repeat_interleave(SEQ_LEN // 8)
+    for name, steps in (("dq", others), ("dk", others.flip(0)), ("dv", others.flip(0))):
+        expected = (256 + steps).bfloat16()[:, None, None, None]
+        assert torch.equal(actual[name], expected.expand_as(actual[name])), name
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_scores_far_beyond_the_range_of_exp(ranks, world):
     """exp(89) is infinite in float32; tiles' lse of +-200 are merged all the same."""

@@ -720,6 +720,12 @@ def test_only_skips_in_a_row_end_a_run():
         stop.saw(iteration(9, 1))
 
 
+def test_spikes_that_train_rerun_skips_do_not_end_a_run():
+    stop = Stop(Mesh.offline(), SimpleNamespace(), 3, Listener({}))
+    for step in range(1, 9):  # its gradients were finite
+        stop.saw(dataclasses.replace(iteration(step, 1), grad_norm=1e4))
+
+
 def test_the_search_for_a_loss_scale_does_not_end_a_run():
     scaler = LossScaler(PrecisionConfig(dtype="fp16", loss_scale=2.0**24), torch.device("cpu"), 1)
     stop = Stop(Mesh.offline(), SimpleNamespace(), 3, Listener({}))

@@ -758,7 +758,7 @@ def test_too_few_nodes_go_back_to_the_queue(tmp_path):
 
 def test_failures_in_a_row_are_counted_by_step():
     assert repeated([[7, "a"], [9, "a"], [9, "b"]]) == 2 and repeated([[9, "a"], [7, "a"]]) == 1
-    assert repeated([[None, "a"]] * 3) == 3
+    assert repeated([[None, "a"]] * 3) == 3 and repeated([[9, "a"], [7, "a"], [9, "a"]]) == 1
 
 
 def test_a_line_of_the_leader_moves_no_cursor(leader, capsys):
