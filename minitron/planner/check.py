@@ -22,17 +22,7 @@ Left out: whether the values are right.  The executor's tests compare them with 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from minitron.pipeline.schedule import (
-    Backward,
-    BackwardInput,
-    Exchange,
-    Forward,
-    Operation,
-    Schedule,
-    Transfer,
-    input_of,
-    output_of,
-)
+from minitron.pipeline.schedule import Backward, BackwardInput, Exchange, Forward, Operation, Schedule, Transfer, route
 
 Ran = tuple[type[Operation], int, int]  # its type, mb, chunk
 
@@ -98,7 +88,7 @@ def _check_rank(schedule: Schedule, rank: int) -> None:
             problem = _exchange_problem(action, received, unsent, exchanges)
         else:
             problem = _operation_problem(action, ran, (m, vp), counts, done) or _route_problem(
-                action, received, input_of(action, rank, pp, vp), output_of(action, rank, pp, vp)
+                action, received, *route(action, rank, pp, vp)
             )
             if action.input is not None:
                 received.pop(action.input, None)
