@@ -36,7 +36,7 @@ TORCH = {"torch", "triton", "transformer_engine", "flash_attn", "amp_C", "fused_
 # the supervisor.
 NO_TORCH = {"config", "data", "planner", "supervise"}
 AND = {"pipeline.schedule", "runtime.environment", "runtime.signals", "runtime.sinks", "runtime.status"}
-BUT = {"data.batch", "data.loader", "planner.dryrun.dryrun", "planner.dryrun.memory_walk"}
+BUT = {"data.batch", "data.evaluation", "data.loader", "planner.dryrun.dryrun", "planner.dryrun.memory_walk"}
 
 
 def layer_of(module):
