@@ -272,11 +272,11 @@ def host_of_update(trainer: train.Trainer, step: Callable[[], object]) -> float:
     """
     work, ended = trainer.runner.forward_backward, []
 
-    def wait_after(batches: list) -> torch.Tensor:
-        loss = work(batches)
+    def wait_after(batches: list) -> tuple[torch.Tensor, bool]:
+        result = work(batches)
         measure.synchronize(trainer.mesh.device)
         ended.append(time.perf_counter())
-        return loss
+        return result
 
     with mock.patch.object(trainer.runner, "forward_backward", wait_after):
         step()

@@ -27,7 +27,7 @@ from torch import Tensor
 from minitron import train
 from minitron.comm import collectives
 from minitron.comm.handle import Handle
-from minitron.comm.mesh import Axis
+from minitron.comm.mesh import Axis, Mesh
 from minitron.data.batch import Batch
 from minitron.optim import slices
 from minitron.parallel import context, overlap, vocab
@@ -56,7 +56,7 @@ def partners(gpus_per_node: int) -> Iterator[None]:
             *((module, "SymmetricBuffer", LocalBuffer) for module in (overlap, slices)),
             (overlap.SymmetricMemoryComm, "_receive", receive),
             (vocab, "lookup", look_up),
-            (train.Trainer, "totals", totals),
+            (train, "local_totals", totals),
         ):
             replaced.enter_context(mock.patch.object(owner, name, ours))
         yield
@@ -134,6 +134,6 @@ def look_up(ids: Tensor, table: Tensor, first: int, *others: Any, lookup: Callab
     return lookup(ids, table, 0, *others)
 
 
-def totals(self: train.Trainer, loss_sum: Tensor, batches: list[Batch]) -> tuple[Tensor, Tensor]:
-    """Trainer.totals: the sums of losses and tokens as if this rank were the one that counts them."""
-    return loss_sum, torch.full((), sum(b.count for b in batches), dtype=torch.float64, device=self.mesh.device)
+def totals(mesh: Mesh, loss_sum: Tensor, batches: list[Batch]) -> tuple[Tensor, Tensor]:
+    """executor.local_totals as if this rank were the one that counts losses and tokens."""
+    return loss_sum, torch.full((), sum(b.count for b in batches), dtype=torch.float64, device=mesh.device)

@@ -1,7 +1,7 @@
 """Fine-tune a model that exists: all of its weights (finetune.kind=sft), or adapters beside them (lora).
 
-It starts from finetune.base, a Hugging Face folder or a minitron checkpoint. All else is as minitron.pretrain has it:
-layouts, checkpoints, logs.
+It starts from finetune.base, a Hugging Face folder or a minitron checkpoint. Layouts, checkpoints and logs are those of
+minitron.pretrain.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from datetime import timedelta
@@ -25,7 +26,6 @@ if __name__ == "__main__":  # before torch is loaded, which takes seconds
 import torch
 import torch.distributed as dist
 
-from minitron.checkpoint.format import CheckpointError
 from minitron.checkpoint.load import ResumePoint, agree, check_data, newest_local_save, restore
 from minitron.checkpoint.save import Exporter
 from minitron.checkpoint.weights import Weights
@@ -35,33 +35,34 @@ from minitron.config import cli, rules
 from minitron.config.schema import Config
 from minitron.data.build import Datasets, build_datasets
 from minitron.data.cache import Cache
-from minitron.data.indexed import DataError
 from minitron.data.tokenizers import Tokenizer
 from minitron.kernels import kernels
-from minitron.optim.replicas import ReplicasDiffer
-from minitron.optim.rerun import WrongResult
 from minitron.pipeline.replay import why_eager
 from minitron.runtime import profiling
 from minitron.runtime.log import Log
 from minitron.runtime.rendezvous import Signer, joined
-from minitron.runtime.room import OutOfMemory, check_room
+from minitron.runtime.room import check_room
 from minitron.runtime.startup import Startup
-from minitron.runtime.stop import Diverged, Stop
+from minitron.runtime.status import RunError
+from minitron.runtime.stop import Stop
 from minitron.runtime.watch import watched
-from minitron.train import build, train
+from minitron.train import Trainer, build, train
 
 
 def main(
     argv: list[str] | None = None, description: str = __doc__, finetune: bool = False, listener: Listener | None = None
 ) -> None:
-    """Run the command. description: for --help. finetune: what finetune.kind has to be set for. listener: is open."""
+    """Run the command.
+
+    description: for --help. finetune: whether finetune.kind must be set. listener: is open; None: make one.
+    """
     with nullcontext(listener) if listener is not None else Listener(os.environ) as listener:
         try:
             stopped = run(argv, description, finetune, listener)
         except BaseException:  # its line is written, or Python writes its traceback next
             listener.finish()
             raise
-    if stopped == signal.SIGINT and not listener.torchrun:  # which would take a status for a failure
+    if stopped == signal.SIGINT and not listener.torchrun:  # torchrun would take a status for a failure
         raise SystemExit(128 + stopped)
 
 
@@ -69,8 +70,8 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
     """Train until the last step, or until a signal, whose number it returns."""
     with cli.user_errors():
         startup = Startup(os.environ, listener.begun)
-        rank, world, local_rank, ranks_here = place(os.environ)
-    with cli.user_errors(quiet=local_rank > 0):  # the others on this node find the same mistake
+        rank, world, local_rank, ranks_here = read_torchrun_env(os.environ)
+    with cli.user_errors(quiet=local_rank > 0):  # the other ranks of this node find the same mistake
         argv, options = sys.argv[1:] if argv is None else argv, None
         if "--dry-run" in argv:  # the only use of the planner
             from minitron.planner.dryrun import dryrun
@@ -86,98 +87,59 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
         if options is not None:
             dryrun.command(cfg, options)
             return 0
-        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-        if world > 1 and missing:
-            raise ValueError(
-                f"WORLD_SIZE={world} is set, but {', '.join(missing)} are not; start ranks with torchrun, "
-                "or unset WORLD_SIZE"
-            )
-        port = os.environ.get("MASTER_PORT", "")
-        if world > 1 and not (re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 1 << 16):
-            raise ValueError(f"MASTER_PORT={port[:40]!r} is no port; use a number from 1 to 65535, or torchrun")
+        check_meeting_place(os.environ, world)
         device, name, capability = choose_device(local_rank, ranks_here)
         rules.check(cfg, world, capability)
         if cfg.train.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it to be deterministic
             torch.use_deterministic_algorithms(True)
         chosen = kernels.choose(cfg, device)
         check_room(cfg, world, device)
         profiling.check(cfg.profile, device)
         log = Log(cfg, rank, world, name)
-        listener.alarm = log.alarm
+        listener.report_to(log.alarm)
         if warning := raise_file_limits(os.environ, world):
             log.warn(warning)
-    # Rank 0 prints common errors. Each rank prints errors of its own data and memory.
-    alike = CheckpointError, Diverged, ReplicasDiffer, WrongResult
-    with log, cli.user_errors((DataError, OutOfMemory)), cli.user_errors(alike, quiet=rank > 0):
-        signer = make_signer(os.environ, log)
+    with log, cli.user_errors(RunError, quiet=rank > 0):
+        signer, first_on_node = make_signer(os.environ, log), local_rank == 0
         mesh = make_mesh(cfg, world, device, listener, signer)
         stop = Stop(mesh, log, cfg.train.max_skipped, listener, signer)
-        with watched(mesh, log, cfg.train.hang_seconds, signer):
+        with watched(mesh, log, cfg.train.hang_seconds, listener, signer):
             with cli.user_errors(quiet=rank > 0):  # raised on all ranks alike
                 mesh.activity.begin("load")
-                start = agree(cfg, mesh, local_rank == 0, open_weights)
+                start = agree(cfg, mesh, first_on_node, open_weights)
                 mesh.activity.begin("datasets")
-                data = open_data(cfg, start, mesh, first_on_node=local_rank == 0)
+                data = open_data(cfg, start, mesh, first_on_node)
             mesh.activity.begin("start")
             trainer = build(cfg, mesh, chosen, log, start.base_fingerprint)
             startup.mark("build")
             mesh.activity.begin("load")
-            start = newest_local_save(cfg, start, data.info, trainer.state, log, first_on_node=local_rank == 0)
+            start = newest_local_save(cfg, start, data.info, trainer.state, log, first_on_node)
             restore(start, trainer.state, log)
             startup.mark("load")
             mesh.activity.begin("start")
-            log.start(
-                startup,
-                unigram_entropy=data.info.get("unigram_entropy"),
-                device=name,
-                torch=torch.__version__,
-                first_step=start.step + 1,
-                started=listener.begun,
-                load_seconds=startup.parts["load_seconds"],
-                **{axis: getattr(mesh, axis).size for axis in ("tp", "pp", "cp", "dp")},
-            )
-            if data.note:
-                log.info(data.note)
-            if world > 1 and not os.environ.get("MINITRON_SECRET"):
-                log.info("MINITRON_SECRET is not set: any program that reaches the ranks' store can end this run")
-            log.info(trainer.describe())
-            reason = why_eager(cfg, device, chosen.attention.masks_documents)
-            if reason is not None and (
-                cfg.train.cuda_graph == "on" or cfg.train.cuda_graph == "auto" and name != "cpu"
-            ):
-                log.info(f"train.cuda_graph={cfg.train.cuda_graph}: every step is eager, since {reason}")
-            for reader, resumed in (start.base_weights, False), (start.reader, start.resume):
-                if reader is not None:
-                    log.info(f"{'resumed from' if resumed else 'weights of'} {reader.path}")
-                    if reader.note:
-                        log.info(reader.note)
-            start = start._replace(reader=None, base_weights=None)  # an index is large, and was needed once
-            reader = None
-            with stop:
+            describe_run(log, trainer, data, start, name, startup)
+            start = start._replace(reader=None, base_weights=None)  # an index is large, and is not needed any more
+            exporter = make_exporter(cfg, log) if rank == 0 else None
+            with stop.handling():
                 try:
-                    exporter = make_exporter(cfg, log) if rank == 0 else None
-                    waited = train(
-                        trainer, data, log, stop, start.step, start.consumed_samples, start.parent_checkpoint, exporter
-                    )
-                except ValueError:  # a run's own error, raised between steps: graphs must end before NCCL does
+                    waited = train(trainer, data, log, stop, start, startup, exporter)
+                except RunError:  # raised between steps: graphs must end before NCCL does
                     trainer.runner.close()
                     raise
                 if finetune:
                     log.summary()
-                from minitron.supervise.goodput import of_run  # of use at the end alone
-
-                log.end(waited, of_run)
+                end_of_run(log, waited)
                 mesh.activity.begin("end")
                 all_reduce_(through := torch.zeros(1, device=device), mesh.world)
-                through.item()  # keep rank 0, which may host the store, alive until every rank is done with it
+                through.item()  # rank 0 may host the store, so it stays until every rank is done with it
     if dist.is_initialized():
         dist.destroy_process_group()
     return stop.agreed
 
 
-def place(environ: Mapping[str, str]) -> tuple[int, int, int, int]:
-    """Read (rank, world) of all nodes and of this one, as torchrun says; alone without it. Raises ValueError."""
+def read_torchrun_env(environ: Mapping[str, str]) -> tuple[int, int, int, int]:
+    """Read (rank, world) of all nodes and of this one; without torchrun (0, 1, 0, 1). Raises ValueError."""
     found = []
     for name, default in ("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"):
         if not re.fullmatch("[0-9]{1,9}", text := environ.get(name, default)):
@@ -200,8 +162,61 @@ def place(environ: Mapping[str, str]) -> tuple[int, int, int, int]:
     return rank, world, local_rank, ranks_here
 
 
+def check_meeting_place(environ: Mapping[str, str], world: int) -> None:
+    """Raise ValueError unless the environment says where the ranks of a world meet."""
+    if world == 1:
+        return
+    if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environ]:
+        raise ValueError(
+            f"WORLD_SIZE={world} is set, but {', '.join(missing)} are not; start ranks with torchrun, "
+            "or unset WORLD_SIZE"
+        )
+    if not (re.fullmatch("[0-9]{1,5}", port := environ["MASTER_PORT"]) and 0 < int(port) < 1 << 16):
+        raise ValueError(f"MASTER_PORT={port[:40]!r} is no port; use a number from 1 to 65535, or torchrun")
+
+
+def describe_run(log: Log, trainer: Trainer, data: Datasets, start: ResumePoint, device: str, startup: Startup) -> None:
+    """Write the row of a start, and what the run consists of. device: the GPU's name, or "cpu"."""
+    cfg, mesh = trainer.cfg, trainer.mesh
+    log.record(
+        "run",
+        world=log.world,
+        unigram_entropy=data.info.get("unigram_entropy"),
+        device=device,
+        torch=torch.__version__,
+        first_step=start.step + 1,
+        started=startup.begun,
+        load_seconds=startup.parts["load_seconds"],
+        **{axis: getattr(mesh, axis).size for axis in ("tp", "pp", "cp", "dp")},
+    )
+    notes = [data.note]
+    if log.world > 1 and not os.environ.get("MINITRON_SECRET"):
+        notes.append("MINITRON_SECRET is not set: any program that reaches the ranks' store can end this run")
+    notes.append(trainer.describe())
+    reason = why_eager(cfg, mesh.device, trainer.kernels.attention.masks_documents)
+    if reason and (cfg.train.cuda_graph == "on" or cfg.train.cuda_graph == "auto" and device != "cpu"):
+        notes.append(f"train.cuda_graph={cfg.train.cuda_graph}: every step is eager, since {reason}")
+    for reader, resumed in (start.base_weights, False), (start.reader, start.resume):
+        if reader is not None:
+            notes += [f"{'resumed from' if resumed else 'weights of'} {reader.path}", reader.note]
+    for note in filter(None, notes):
+        log.info(note)
+
+
+def end_of_run(log: Log, stall_seconds: float) -> None:
+    """Write the row of the end, and where the time of all starts went. stall_seconds: the end's wait for a save."""
+    if log.metrics is None or log.last_step is None:
+        return
+    from minitron.supervise.goodput import of_run  # only used here
+
+    goodput = of_run(log.metrics.path, {"kind": "end", "time": time.time(), "stall_seconds": stall_seconds})
+    log.record("end", step=log.last_step, stall_seconds=stall_seconds, shares={} if goodput is None else goodput.shares)
+    if goodput is not None:
+        log.info(str(goodput))
+
+
 def choose_device(local_rank: int, ranks_here: int) -> tuple[torch.device, str, tuple[int, int] | None]:
-    """Choose this rank's device: it, its name, its CUDA capability. Raises ValueError if ranks outnumber GPUs."""
+    """Return this rank's device, its name, its CUDA capability. Raises ValueError if ranks outnumber GPUs."""
     if not torch.cuda.is_available():
         return torch.device("cpu"), "cpu", None
     gpus = torch.cuda.device_count()
@@ -215,7 +230,7 @@ def choose_device(local_rank: int, ranks_here: int) -> tuple[torch.device, str, 
 
 
 def open_data(cfg: Config, start: ResumePoint, mesh: Mesh, first_on_node: bool) -> Datasets:
-    """Open the data on all ranks: first on one rank of each node, which may have to build an index. Collective.
+    """Open the data on all ranks, first on one rank of each node, which may build an index. Collective.
 
     Raises ValueError, on all ranks alike.
     """
@@ -238,7 +253,7 @@ def open_weights(path: str, vocab_multiple: int, key: str) -> Weights:
 
 
 def make_exporter(cfg: Config, log: Log) -> Exporter | None:
-    """Make what exports beside saves, if checkpoint.export asks for it."""
+    """Return the exporter of saves, if checkpoint.export is set."""
     if cfg.checkpoint.export == "none":
         return None
     from minitron.interop.export import Exporter
@@ -254,7 +269,7 @@ def load_tokenizer(spec: str, cache: Cache) -> Tokenizer:
 
 
 def build_data(cfg: Config, start: ResumePoint = ResumePoint(), first_on_node: bool = True) -> Datasets:
-    """Open what the run reads; a run that goes on keeps the order it began with, however many steps it has now.
+    """Open the data of the run. A resumed run keeps its order of samples, whatever its number of steps is now.
 
     Safe on all ranks at once, and needs no process group. first_on_node: see build_datasets. Raises ValueError.
     """
@@ -281,14 +296,14 @@ def build_data(cfg: Config, start: ResumePoint = ResumePoint(), first_on_node: b
 
 
 def make_signer(environ: Mapping[str, str], log: Log) -> Signer:
-    """Make what signs this rank's messages, by the secret that all ranks of the job share."""
+    """Return the signer of this rank's messages, by the secret that all ranks of the job share."""
     round_ = json.loads(environ.get("MINITRON_ROUND", "{}")).get("round", 0)
     place = f"{environ.get('TORCHELASTIC_RUN_ID', '')}/{round_}"
     return Signer(environ.get("MINITRON_SECRET", ""), place, log.alarm)
 
 
 def make_mesh(cfg: Config, world: int, device: torch.device, listener: Listener, signer: Signer = Signer()) -> Mesh:
-    """Make the mesh of torchrun's world; of this process alone, without a process group, if there is no other.
+    """Make the mesh of torchrun's world. A world of one has no process group.
 
     A rank that cannot join the others ends with exit status LOST and one line, which `listener` writes.
     """

@@ -3,20 +3,20 @@
     config -> mesh -> model -> pipeline schedule -> optimizer -> loop (step, observers)
 
 `build` makes the parts, each from a file that teaches one idea. `Trainer.step` is a training step of any layout.
-`train` is the loop around it: it queues step n + 1 while the device is in the last backward of n, so that the device
-never waits for the host. What looks at a step (figures, saves, evaluations) is an observer.
+`train` is the loop around it. It queues step n + 1 while the device is in the last backward of step n, so the device
+never waits for the host. Observers do the rest after each step: figures, saves, evaluations.
 """
 
 from __future__ import annotations
 
 import gc
-import time
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from minitron.checkpoint.load import ResumePoint
 from minitron.checkpoint.save import Exporter
 from minitron.checkpoint.saves import Saves
 from minitron.checkpoint.state import State
@@ -26,7 +26,8 @@ from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config
 from minitron.config.sizes import stage_layers, stream_length
 from minitron.data.batch import Batch
-from minitron.data.build import Dataset, Datasets
+from minitron.data.build import Datasets
+from minitron.data.evaluation import Evaluation
 from minitron.data.loader import Loader
 from minitron.kernels import kernels
 from minitron.kernels.fp8 import Fp8States
@@ -42,21 +43,26 @@ from minitron.optim.rerun import Rerun
 from minitron.optim.scaler import LossScaler
 from minitron.optim.zero1 import Stats, Zero1Optimizer
 from minitron.parallel.layout import make_layout
-from minitron.pipeline.executor import Executor, MakeSchedule
+from minitron.pipeline.executor import Executor, MakeSchedule, local_totals
 from minitron.pipeline.replay import Eager, Replay, why_eager
 from minitron.pipeline.schedule import make
 from minitron.runtime.log import Log
 from minitron.runtime.meter import Meter
 from minitron.runtime.observer import Observer, StepDone
 from minitron.runtime.profiling import profiled
-from minitron.runtime.room import room_for
+from minitron.runtime.room import memory_in_use, room_for
+from minitron.runtime.startup import Startup
 from minitron.runtime.stop import Stop
 from minitron.runtime.stragglers import Stragglers
 
 
-@dataclass
+@dataclass(frozen=True)
 class Trainer:
-    """The parts of a run on this rank. base: fingerprint of the frozen weights that adapters are trained beside."""
+    """The parts of a run on this rank.
+
+    runner: launches or replays the passes of a step. rerun: checks each step, if train.rerun is on. base: fingerprint
+    of the frozen weights that adapters are trained beside.
+    """
 
     cfg: Config
     mesh: Mesh
@@ -74,57 +80,32 @@ class Trainer:
     def step(self, batches: list[Batch], lr: float) -> Stats:
         """Run forward, backward and update on this rank's microbatches of a global batch. Collective over the world.
 
-        Nothing here is read by the host, unless train.rerun asks for it.
+        The host reads no result of the device here, except with train.rerun.
         """
-        loss_sum, skip = self.runner.forward_backward(batches), False
-        scale = self.scaler.backward_scale(len(batches))
-        if self.rerun is not None:
-            loss_sum, skip = self.rerun.check(
-                batches, partial(self.again, batches), *self.totals(loss_sum, batches), scale
-            )
+        loss_sum, skip = (self.rerun or self.runner).forward_backward(batches)
         self.fp8.update_scales()  # before the optimizer, whose all-gathers would delay these small reductions
-        stats = self.optimizer.step(lr, *self.totals(loss_sum, batches), scale, skip)
+        scale = self.scaler.backward_scale(len(batches))
+        stats = self.optimizer.step(lr, *local_totals(self.mesh, loss_sum, batches), scale, skip)
         self.scaler.update(stats.skipped * (not skip))
         self.mesh.activity.ended()
         return stats
 
-    def again(self, batches: list[Batch]) -> Tensor:
-        """Compute forward and backward once more, with the same result; return this rank's part of the loss sum."""
-        self.fp8.drop_casts()
-        return self.totals(self.runner.forward_backward(batches), batches)[0]
-
     def evaluate(self, batches: list[Batch]) -> Tensor:
         """Return [loss sum, tokens] of the global batch, float64 on the device. Collective over the world."""
-        total = torch.stack(self.totals(self.runner.evaluate(batches), batches)).double()
+        total = torch.stack(local_totals(self.mesh, self.runner.evaluate(batches), batches)).double()
         self.fp8.drop_casts()
         all_reduce_(total, self.mesh.world)
         return total
 
-    def totals(self, loss_sum: Tensor, batches: list[Batch]) -> tuple[Tensor, Tensor]:
-        """Return what this rank adds to the world's sums of losses and tokens: 0 but on tp rank 0 of the last stage."""
-        counts = self.mesh.tp.rank == 0 and self.mesh.pp.rank == self.mesh.pp.size - 1
-        count = torch.full((), sum(b.count for b in batches) * counts, dtype=torch.float64, device=self.mesh.device)
-        return loss_sum * counts, count
-
     @property
     def state(self) -> State:
-        """Return what a checkpoint holds of this rank."""
+        """Return the parts of this rank that a checkpoint holds."""
         return State(self.chunks, self.optimizer, self.scaler, self.base, self.rerun)
 
     @property
     def shared_bytes(self) -> int:
         """GPU memory that ranks of a node share, which torch's allocator does not count."""
         return self.chunks[0].layout.comm.nbytes + self.gradients.slices.nbytes
-
-    def memory(self) -> tuple[int, int]:
-        """Return the bytes of the GPU in use at the peak, and now."""
-        if self.mesh.device.type != "cuda":
-            return 0, 0
-        if self.runner.replaying:  # the allocator has seen the recording only
-            free, total = torch.cuda.mem_get_info()
-            return total - free, total - free
-        allocated = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
-        return allocated[0] + self.shared_bytes, allocated[1] + self.shared_bytes
 
     def describe(self) -> str:
         """Describe the model, the layout and the kernels in one line."""
@@ -151,10 +132,10 @@ def build(
     base: str | None = None,
     schedule: MakeSchedule | None = None,
 ) -> Trainer:
-    """Make this rank's part of the model, initialised, with everything that trains it. Collective over the world.
+    """Make and initialise this rank's part of the model, and all that trains it. Collective over the world.
 
-    chosen: the kernels, if they were chosen before. log: where recordings of graphs are reported. base: see Trainer.
-    schedule: makes another schedule than parallel.schedule.
+    chosen: the kernels, if they were chosen before. log: for messages about recordings and steps that are run again.
+    base: see Trainer. schedule: makes another schedule than parallel.schedule.
     """
     m, pp, vp, micro_batch_size = cfg.model, mesh.pp, cfg.parallel.vp, cfg.train.micro_batch_size
     chosen = chosen or kernels.choose(cfg, mesh.device)
@@ -171,16 +152,16 @@ def build(
         gradients = Gradients(chunks, mesh, chosen, overlap=cfg.parallel.overlap_grads, dtype=grad_dtype)
     with room_for("the optimizer's masters and moments"):
         optimizer = Zero1Optimizer(gradients, cfg.optimizer, chosen)
+    shape = stream_length(cfg), micro_batch_size, m.hidden_size
     executor = Executor(
         chunks,
-        pp,
-        (stream_length(cfg), micro_batch_size, m.hidden_size),
+        mesh,
+        shape,
         DTYPES[cfg.precision.dtype],
-        mesh.device,
-        gradients.begin_backward,
-        layout.comm.begin_pass,
-        layout.put_off,
-        schedule or partial(make, kind=cfg.parallel.schedule),
+        begin_backward=gradients.begin_backward,
+        begin_pass=layout.comm.begin_pass,
+        put_off=layout.put_off,
+        make=schedule or partial(make, kind=cfg.parallel.schedule),
     )
     scaler = LossScaler(cfg.precision, mesh.device, micro_batch_size * cfg.train.seq_len)
     fp8 = Fp8States([chunk.fp8_state for chunk in chunks])
@@ -196,7 +177,7 @@ def build(
     if cfg.train.cuda_graph != "off" and why_eager(cfg, mesh.device, chosen.attention.masks_documents) is None:
         layers = sum(len(stages[i]) for i in mine)
         runner = Replay(runner, mesh, layers, cfg.train.eval_every > 0, log)
-    rerun = Rerun(gradients, log) if cfg.train.rerun == "on" else None
+    rerun = Rerun(runner, gradients, fp8, scaler, log) if cfg.train.rerun == "on" else None
     return Trainer(cfg, mesh, chunks, gradients, optimizer, executor, scaler, fp8, chosen, runner, rerun, base)
 
 
@@ -205,30 +186,31 @@ def train(
     data: Datasets,
     log: Log,
     stop: Stop,
-    done: int = 0,
-    consumed: int = 0,
-    root: tuple[int, str] | None = None,
+    start: ResumePoint,
+    startup: Startup,
     exporter: Exporter | None = None,
 ) -> float:
-    """Run the steps after the `done` ones, which took `consumed` samples, to the last or until `stop`.
+    """Run the steps after those of `start`, to the last or until `stop`.
 
-    root: the checkpoint in checkpoint.dir that they descend from, see Checkpointer. exporter: makes folders of another
-    format beside saves, on rank 0. Returns the seconds that the end waited for a save.
+    startup: times the first step. exporter: makes folders of another format beside saves, on rank 0. Returns the
+    seconds that the end waited for a save.
 
-    Collective over the world. Raises CheckpointError if its last step could not be saved, ReplicasDiffer if ranks hold
-    different copies of a parameter, WrongResult if one computes another result the second time.
+    Collective over the world. Raises CheckpointError if the last step could not be saved, ReplicasDiffer if ranks hold
+    different copies of a parameter, WrongResult if a rank gets another result when it computes a step again.
     """
-    cfg, t, mesh = trainer.cfg, trainer.cfg.train, trainer.mesh
+    cfg, t, mesh, consumed = trainer.cfg, trainer.cfg.train, trainer.mesh, start.consumed_samples
     keep_collector_out()
     loader = Loader(data.train, cfg, mesh)
     replicas = Replicas(trainer.chunks, trainer.gradients, t)
     stragglers = Stragglers(mesh, log, t, trainer.kernels.add_now)
-    saves = Saves(cfg, trainer.state, data.info, log, stop, replicas, done, consumed, root, exporter)
-    meter = Meter(log, mesh, trainer.memory, saves.stalls, *filter(None, [stop, saves.checkpointer]))
-    evaluation = Evaluation(trainer, data.valid, log, stop, meter)
+    saves = Saves(cfg, trainer.state, data.info, log, stop, replicas, start, exporter)
+    memory = lambda: memory_in_use(trainer.shared_bytes, trainer.runner.replaying)
+    figures_to = stop.on_figures, saves.on_figures, partial(startup.on_figures, log)
+    meter = Meter(log, mesh, memory, saves.stalls, *figures_to)
+    evaluation = Evaluation(trainer.evaluate, cfg, mesh, data.valid, log, stop, meter)
     observers: list[Observer] = [meter, replicas, stragglers, Boundary(trainer.executor, stop), evaluation, saves]
-    log.ready()
-    for step in profiled(range(done + 1, t.steps + 1), cfg, mesh, log):
+    startup.mark("prepare")
+    for step in profiled(range(start.step + 1, t.steps + 1), cfg, mesh, log):
         mesh.activity.begin_step(step)
         mesh.activity.begin("data")
         batches = loader.step(consumed, step)
@@ -236,9 +218,9 @@ def train(
         lr = learning_rate(cfg.optimizer, consumed, global_batch_size=t.global_batch_size, total_steps=t.steps)
         scale = trainer.scaler.scale.double().reshape(1)
         stats = trainer.step(batches, lr)
-        queued = StepDone(step, consumed, lr, batches, torch.cat([stats.values, scale]))
+        done = StepDone(step, consumed, lr, batches, torch.cat([stats.values, scale]))
         for observer in observers:
-            observer.after(queued)
+            observer.after(done)
         if stop.agreed:
             break
     loader.close()
@@ -249,44 +231,20 @@ def train(
 
 
 class Boundary(Observer):
-    """Ends each step on the host: where a signal stops the run."""
+    """Ends each step on the host: a signal stops the run here."""
 
     def __init__(self, executor: Executor, stop: Stop):
         self.executor, self.stop = executor, stop
 
     def after(self, done: StepDone) -> None:
         self.executor.wait_last_forward()
-        self.stop.now()
-
-
-class Evaluation(Observer):
-    """Logs the mean loss per token over train.eval_steps global batches of validation data, always the same ones."""
-
-    def __init__(self, trainer: Trainer, dataset: Dataset | None, log: Log, stop: Stop, meter: Meter):
-        self.trainer, self.dataset, self.log, self.stop, self.meter = trainer, dataset, log, stop, meter
-
-    def after(self, done: StepDone) -> None:
-        t = self.trainer.cfg.train
-        if self.stop.agreed or not t.eval_every or done.step % t.eval_every:
-            return
-        self.meter.flush()
-        began, loader = time.perf_counter(), Loader(self.dataset, self.trainer.cfg, self.trainer.mesh)
-        total = torch.zeros(2, dtype=torch.float64, device=self.trainer.mesh.device)
-        for i in range(t.eval_steps):
-            total += self.trainer.evaluate(loader.step(i * t.global_batch_size, step=0))
-            if self.stop.now():  # without a result
-                break
-        else:
-            loss_sum, count = total.tolist()
-            self.log.evaluation(done.step, loss_sum / count, time.perf_counter() - began)
-        loader.close()
-        self.meter.restart()
+        self.stop.should_stop()
 
 
 def keep_collector_out() -> None:
-    """Hide the objects made so far from Python's garbage collector, which stops one rank, and so all, at any time.
+    """Hide the objects made so far from Python's garbage collector: its pause on one rank stops all of them.
 
-    What a step makes is freed by reference counts; the few cycles that remain are young and quickly found.
+    Reference counts free what a step makes. The few cycles that remain are young and quickly found.
     """
     gc.collect()
     gc.freeze()

@@ -128,7 +128,7 @@ def train(cfg: Config, moved: bool = False) -> tuple[list[dict], dict, dict]:
             figures.append(trainer.step(loader.step(step * batch, step), cfg.optimizer.lr).read())
         loss, count = trainer.evaluate(loader.step(cfg.train.steps * batch, 0)).tolist()
         loader.close()
-        assert not replays or trainer.runner.replaying and trainer.runner.replays_evaluations
+        assert not replays or trainer.runner.training and trainer.runner.evaluation
         updates = {name: (new - before[name][0], how) for name, (new, how) in weights(trainer).items()}
     return [*figures, {"loss": loss / count}], gradients, updates
 

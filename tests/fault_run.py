@@ -152,7 +152,7 @@ class Run:
 
 
 def sleep(rank):
-    forward = executor.Run.forward
+    forward = executor.Pass.forward
 
     def stuck(run, op):
         if os.environ["RANK"] == rank and op.mb == 1 and run.executor.pp.activity.step == 3:
@@ -160,7 +160,7 @@ def sleep(rank):
             time.sleep(1000)
         return forward(run, op)
 
-    executor.Run.forward = stuck
+    executor.Pass.forward = stuck
 
 
 def halt(rank):
@@ -175,7 +175,7 @@ def halt(rank):
 
 
 def slow(rank):
-    forward = executor.Run.forward
+    forward = executor.Pass.forward
 
     def dawdles(run, op):
         if os.environ["RANK"] == rank and run.executor.device.type == "cpu":
@@ -186,7 +186,7 @@ def slow(rank):
                 x @ x
         return forward(run, op)
 
-    executor.Run.forward = dawdles
+    executor.Pass.forward = dawdles
 
 
 def busy():
@@ -207,7 +207,7 @@ def busy():
         enter(activity, kind, axis, num_bytes, waits)
         clock.now += 0 if rank % 2 or not waits else 50_000_000
 
-    executor.Run.forward, executor.Run.backward = works(executor.Run.forward), works(executor.Run.backward)
+    executor.Pass.forward, executor.Pass.backward = works(executor.Pass.forward), works(executor.Pass.backward)
     enter, Activity.enter = Activity.enter, waits
     stragglers.time = SimpleNamespace(perf_counter_ns=lambda: clock.now)
     Stopwatch._delayed = lambda watch: clock.interrupted
@@ -352,14 +352,14 @@ def patient():
 
 def late(port):
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": port}
-    now = stop.Stop.now
+    should_stop = stop.Stop.should_stop
 
     def waits(gates):
         if os.environ["RANK"] == "1" and gates.mesh.activity.step == 3:
             time.sleep(3)
-        return now(gates)
+        return should_stop(gates)
 
-    stop.Stop.now = waits
+    stop.Stop.should_stop = waits
 
 
 def main(planted, *argv):

@@ -182,9 +182,9 @@ def part_of(whole: torch.Tensor, how) -> torch.Tensor:
     return torch.cat([whole.narrow(dim, start, length) for _, start, length in slices], dim)
 
 
-def split_backwards(trainer: Trainer) -> None:
-    """Let a trainer of one stage put off weight gradients of a microbatch, as the last of two does in ZB-H1."""
-    trainer.executor.make = lambda pp, vp, m: Schedule(1, 1, m, (tuple(operations(2, 1, m, 1, "zb-h1")),))
+def split_backwards(pp: int, vp: int, m: int) -> Schedule:
+    """A schedule of one stage that puts off weight gradients of a microbatch, as the last of two does in ZB-H1."""
+    return Schedule(1, 1, m, (tuple(operations(2, 1, m, 1, "zb-h1")),))
 
 
 class Pieces(ProcessGroupComm):

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from minitron.comm import collectives
 from minitron.comm.handle import Handle
+from minitron.optim.rerun import Rerun
 from minitron.parallel import context
 from minitron.pipeline import executor
 from minitron.pipeline.replay import Replay
@@ -122,4 +123,7 @@ class Recorded:
 def replayed(trainer: Trainer, recorder: Callable | None = None, log=None) -> Trainer:
     """The trainer, with a runner that runs its first steps eagerly and replays the others, as on a GPU."""
     layers, recorder = trainer.cfg.model.num_layers, recorder or partial(CpuRecorder, trainer)
-    return replace(trainer, runner=Replay(trainer.runner, trainer.mesh, layers, True, log, recorder))
+    runner, rerun = Replay(trainer.runner, trainer.mesh, layers, True, log, recorder), trainer.rerun
+    if rerun is not None:
+        rerun = Rerun(runner, trainer.gradients, trainer.fp8, trainer.scaler, log)
+    return replace(trainer, runner=runner, rerun=rerun)

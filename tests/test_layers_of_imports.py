@@ -37,7 +37,14 @@ TORCH = {"torch", "triton", "transformer_engine", "flash_attn", "amp_C", "fused_
 NO_TORCH = {"config", "data", "planner", "supervise"}
 RUNTIME = {f"runtime.{name}" for name in ("environment", "metrics", "signals", "sinks", "status")}
 AND = {"pipeline.schedule", *RUNTIME}
-BUT = {"data.batch", "data.loader", "planner.dryrun.dryrun", "planner.dryrun.kernels", "planner.dryrun.memory_walk"}
+BUT = {
+    "data.batch",
+    "data.evaluation",
+    "data.loader",
+    "planner.dryrun.dryrun",
+    "planner.dryrun.kernels",
+    "planner.dryrun.memory_walk",
+}
 
 
 def layer_of(module):

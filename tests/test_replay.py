@@ -58,11 +58,11 @@ def run_steps(cfg, again: bool):
         stats = trainer.step(batches, cfg.optimizer.lr * (1 + step))
         figures.append(stats.read() | {"loss_scale": float(trainer.scaler.scale)})
     loader.close()
-    assert not again or trainer.runner.replaying and trainer.runner.replays_evaluations
+    assert not again or trainer.runner.training and trainer.runner.evaluation
     trainer.gradients.wait_parameters()
     params = [(p.spec.name, p.detach().clone()) for chunk in trainer.chunks for p in chunk.parameters()]
     weights = {name: p if p.itemsize > 1 else p.view(torch.uint8) for name, p in params}  # ranks send no float8
-    return figures, weights, trainer.runner.graphs if again else 0
+    return figures, weights, len(trainer.runner.training.graphs) if again else 0
 
 
 @pytest.mark.sampled(3)
@@ -194,14 +194,14 @@ class BrokenEvaluation(CpuRecorder):
     """Fails in the middle of an evaluation."""
 
     def record(self, work):
-        forward = executor.Run.forward
+        forward = executor.Pass.forward
 
         def stops(run, op):
             if run.seed is None:
                 raise RuntimeError("operation not permitted")
             return forward(run, op)
 
-        with mock.patch.object(executor.Run, "forward", stops):
+        with mock.patch.object(executor.Pass, "forward", stops):
             return super().record(work)
 
 

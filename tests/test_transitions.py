@@ -14,6 +14,7 @@ from minitron.checkpoint import save as saving_module
 from minitron.checkpoint.format import CheckpointError
 from minitron.config.schema import Config
 from minitron.data.loader import Loader
+from minitron.pipeline.executor import Pass
 from minitron.train import Trainer, build
 from test_checkpoint import FP8, LONG, assert_same, contents, leg, saving
 from test_invariance import axes
@@ -44,9 +45,9 @@ def given_up(trainer: Trainer, loader: Loader, batches: list, step: int) -> None
 
     The whole of it only on one rank: others would have begun to sum its gradients.
     """
-    actions, left_out = trainer.executor.training(len(batches)), step % 3 + (trainer.mesh.world.size > 1)
-    run = trainer.executor.begin(batches, trainer.scaler.backward_scale(len(batches)))
-    run.do(actions[: len(actions) - left_out])
+    actions, left_out = trainer.executor.actions(len(batches), True), step % 3 + (trainer.mesh.world.size > 1)
+    run = Pass(trainer.executor, batches, trainer.scaler.backward_scale(len(batches)))
+    run.run_actions(actions[: len(actions) - left_out])
     trainer.runner.reset()
 
 

@@ -21,7 +21,7 @@ from minitron.config.cli import load
 from minitron.data.gpt import Sample
 from minitron.data.loader import Loader
 from minitron.optim.buckets import bucket_key, plan_buckets
-from minitron.parallel.context import local_positions, ring_tiles
+from minitron.parallel.tiles import local_positions, ring_tiles
 from minitron.pipeline.schedule import make
 from minitron.planner.draw import draw_text
 from minitron.planner.dryrun.dryrun import dry_run

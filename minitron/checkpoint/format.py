@@ -41,6 +41,7 @@ from minitron.checkpoint.boxes import TensorShard
 from minitron.checkpoint.checksum import crc32
 from minitron.config.files import errors_as, parse_json, read_bytes, size_of
 from minitron.kernels.gemm import DTYPES
+from minitron.runtime.status import RunError
 
 FORMAT = {"format": "minitron-checkpoint", "version": 1}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}  # in the index
@@ -52,7 +53,7 @@ BLOCK_BYTES = 16 << 20  # written, or read, and summed at a time
 Description = tuple[str, Sequence[int], str, str, str]
 
 
-class CheckpointError(ValueError):
+class CheckpointError(RunError):
     """A checkpoint that cannot be written or read: one line that names the file."""
 
 

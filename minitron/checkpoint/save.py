@@ -231,7 +231,7 @@ class Checkpointer:
         """Measure, record and log a save that is whole."""
         seconds, size = time.perf_counter() - begun, sum(shard.tensor.nbytes for shard in shards) / 1e6
         (self.local_interval if local else self.interval).end(seconds)
-        self.log.saved(step, seconds, local)
+        self.log.record("save", step=step, seconds=seconds, local=local)
         where = f"step {step} saved on the nodes' own disks" if local else f"checkpoint of step {step} saved"
         self.log.info(f"{where}: {size:.1f} MB of this rank in {seconds:.2f} s")
 

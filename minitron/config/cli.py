@@ -74,16 +74,17 @@ def output() -> Iterator[None]:
 def user_errors(
     kind: type[ValueError] | tuple[type[ValueError], ...] = ValueError, *, quiet: bool = False
 ) -> Iterator[None]:
-    """Turn an error of this kind inside into one line on stderr and exit status 1, or its own `status` and `quiet`.
+    """Turn an error of this kind inside into one line on stderr and an exit status: 1, or that of a RunError.
 
-    While the command line is parsed and the run is built, every ValueError is a mistake of the user; later only
-    narrower kinds are. quiet: another rank finds the same mistake and prints the line; this one exits some seconds
-    later, since torchrun ends all ranks when the first one exits.
+    While the command line is parsed and the run is built, every ValueError is a mistake of the user; later only a
+    RunError is. quiet: another rank, which finds the same mistake, prints the line. This one exits some seconds later,
+    since torchrun ends all ranks when the first one exits. A RunError may have its own `quiet`.
     """
     try:
         yield
     except kind as error:
-        if getattr(error, "quiet", quiet):
+        own = getattr(error, "quiet", None)
+        if quiet if own is None else own:
             time.sleep(QUIET_SECONDS)
         else:
             print("error:", short(error, 2000), file=sys.stderr, flush=True)

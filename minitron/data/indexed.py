@@ -33,6 +33,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from minitron.config.files import errors_as, read_json, write_json
+from minitron.runtime.status import RunError
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -42,12 +43,10 @@ _BLOCK_SEQUENCES = 1 << 20
 _DAMAGED = "the index is damaged: copy or preprocess the data again (tools/check_data.py checks a dataset in full)"
 
 
-class DataError(ValueError):
-    """A file of tokens is missing, damaged, or of another kind.
+class DataError(RunError):
+    """A file of tokens is missing, damaged, or of another kind. Each rank reads its own samples."""
 
-    During training no other ValueError is a mistake of the user, so an entry point prints one line for this one and a
-    traceback for the rest.
-    """
+    quiet = False
 
 
 def _readable() -> ContextDecorator:

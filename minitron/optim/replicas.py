@@ -1,13 +1,13 @@
-"""Notices replicas that drift apart: copies of a parameter on several ranks, which must be equal.
+"""Compare copies of a parameter on several ranks, which must be equal.
 
 Problem: every tensor-parallel rank has a copy of each norm's weight, and every data rank a copy of everything. No step
-compares them. A gradient that one rank got wrong, a gather that failed or a bit that flipped raises no error: from then
-on ranks train different models, and the loss shows it much later or never. The idea:
+compares them. A wrong gradient on one rank, a gather that failed or a flipped bit raises no error: from then on ranks
+train different models, and the loss shows it much later or never. The idea:
 
   1. Each rank reads the bits of a parameter as integers and adds them up, once as they are and once multiplied by their
-     position, so that a swap shows, too. Such sums, modulo 2^64, are exact: equal bits give equal sums in any order.
-  2. All sums of an axis are equal if the largest is the smallest. One all-reduce finds both: the maximum of x, and of
-     ~x, which turns the order of integers around.
+     position, which detects a swap. Such sums, modulo 2^64, are exact: equal bits give equal sums in any order.
+  2. All sums of an axis are equal if the largest is the smallest. One all-reduce finds both: the maximum of x, and that
+     of ~x, which is the complement of the minimum of x.
   3. One number for the world says whether anything differs. It is copied to the host without waiting, and read a step
      later. Only if it is not 0 do ranks exchange their sums, and find the name and the ranks from them.
 
@@ -16,10 +16,10 @@ on ranks train different models, and the loss shows it much later or never. The 
     tp           those without a shard: norms, biases of row-parallel layers, positions, one half of each adapter
     embedding    the tied weight, on the first and the last stage
 
-A comparison reads the parameters twice, every few hundred steps and before each save: so a checkpoint only ever holds
-what was just found equal. Copies over tp are equal because every rank makes the same sums in the same order; under
-sequence parallelism they are also summed over tp, otherwise it takes data groups of one shape and kernels without
-atomics. Left out: masters and moments, which differ sooner than the bf16 parameters made of them.
+A comparison reads the parameters twice, every few hundred steps and before each save, so each checkpoint holds copies
+that were equal. Copies over tp are equal because every rank makes the same sums in the same order. Under sequence
+parallelism they are also summed over tp. Otherwise this needs data groups of one shape and kernels without atomics.
+Left out: masters and moments, which differ sooner than the bf16 parameters made of them.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ from minitron.comm.collectives import all_reduce_, gather_json
 from minitron.config.schema import TrainConfig
 from minitron.kernels.param import params_of
 from minitron.optim.buckets import Gradients
-from minitron.runtime.observer import Observer, StepDone
+from minitron.runtime.observer import LateCopy, Observer, StepDone
+from minitron.runtime.status import RunError
 
 PIECE_BYTES = 64 << 20
 
 
-class ReplicasDiffer(ValueError):
+class ReplicasDiffer(RunError):
     """Ranks hold different copies of a parameter."""
 
 
@@ -61,36 +62,34 @@ class Replicas(Observer):
         )
         self.copies = [(axis, params) for axis, params in copies if axis.size > 1 and params]
         self.params = {p.spec.name: p for _, params in self.copies for p in params}
-        self.waiting: tuple[Tensor, torch.cuda.Event | None] | None = None  # a result and when it is on the host
+        self.waiting: LateCopy | None = None  # the result of a comparison
         self.compared: int | None = None  # the last step that was compared
-        self.equal: int | None = None  # and the last that was found equal
+        self.equal: int | None = None  # the last step with equal copies
 
     def after(self, done: StepDone) -> None:
-        """Read the last comparison's result, and begin another if one is due after this step."""
+        """Read the result of the last comparison. Begin another if one is due after this step."""
         self.close()
         if self.every and done.step % self.every == 0:
             self._begin(done.step)
 
     def require_equal(self, step: int) -> None:
-        """Compare what `step` has left and is to be saved, and wait for the result."""
+        """Compare the parameters after `step`, before they are saved, and wait for the result."""
         if self.every:
             self._begin(step)
             self.close()
 
     def close(self) -> None:
-        """Read the result of the comparison under way, if there is one."""
+        """Read the result of a comparison under way."""
         if self.waiting is None:
             return
-        (total, arrival), self.waiting = self.waiting, None
-        if arrival is not None:
-            arrival.synchronize()
+        total, self.waiting = self.waiting.read(), None
         if total.item():
             raise ReplicasDiffer(self._describe())
         self.equal = self.compared
 
     @torch.no_grad()
     def _begin(self, step: int) -> None:
-        """Queue the comparison of what `step` has left, unless that has been compared."""
+        """Queue the comparison of the parameters after `step`, unless they have been compared."""
         world, device = self.mesh.world, self.mesh.device
         if world.size == 1 or step == self.compared:
             return
@@ -105,9 +104,7 @@ class Replicas(Observer):
             self.differing.append((highest[0] != ~highest[1]).any(1))
             total += self.differing[-1].sum()
         all_reduce_(total, world)
-        host = total.to("cpu", non_blocking=True)
-        arrival = torch.cuda.current_stream().record_event() if device.type == "cuda" else None
-        self.compared, self.waiting = step, (host, arrival)
+        self.compared, self.waiting = step, LateCopy(total)
 
     def _describe(self) -> str:
         """Name the first parameter that differs and its ranks, the same on all ranks. Collective over the world."""
@@ -118,7 +115,7 @@ class Replicas(Observer):
             for param, differs in zip(params, differing.tolist())
             if differs
         ]
-        # The same key on all ranks that hold a copy: the tensor-parallel rank tells shards apart.
+        # All ranks that hold a copy have the same key: the tensor-parallel rank distinguishes shards.
         mine = [(p.spec.name, p.spec.shard and mesh.tp.rank, self.sums[p.spec.name].tolist()) for p in different]
         everyone = [
             {(name, part): tuple(sums) for name, part, sums in rows} for rows in gather_json(mine, world, mesh.device)
@@ -148,11 +145,11 @@ def checksum(x: Tensor) -> Tensor:
         )
     )
     height, width = words.shape
-    # A word's position is its row times the words in a row, plus its column. So neither sum needs a copy of x.
+    # The position of a word is its row times the words in a row, plus its column. So no sum needs a copy of x.
     place = torch.arange(max(words.shape), device=x.device)
     sums = torch.zeros(2, dtype=torch.int64, device=x.device)
     each = max(1, PIECE_BYTES // (width * words.itemsize))
-    for first in range(0, height, each):  # in pieces, since a kernel may take a multiple of what it adds up
+    for first in range(0, height, each):  # in pieces, since a kernel may need a multiple of its input
         piece = words[first : first + each]
         by_row, by_column = piece.sum(1, dtype=torch.int64), piece.sum(0, dtype=torch.int64)
         weighted = (by_row * place[first : first + len(piece)]).sum() * width + (by_column * place[:width]).sum()

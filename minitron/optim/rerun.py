@@ -1,37 +1,35 @@
 """Recompute a suspicious step, to tell bad data from a faulty GPU.
 
-Problem: a GPU that computes wrong now and then raises no error. One NaN, or one gradient that is ten thousand times too
-large, and the step is lost, or worse, it is not: the loss jumps, and days later somebody blames the data. The idea
-(train.rerun=on): before the update, look at the loss and the gradients' norm, and if they are suspicious compute the
-same microbatches with the same weights once more.
+Problem: a GPU that sometimes computes wrong raises no error. One NaN, or one gradient that is ten thousand times too
+large, costs the step. Or it does not, and the loss jumps days later for no visible reason. The idea (train.rerun=on):
+if the loss or the gradients' norm is suspicious, compute the same microbatches again before the update.
 
     the same result again      data or model: the update is skipped, the samples are named, the run goes on
     another result             hardware: the ranks whose figures differ are named and end with status BROKEN, the others
-                               with LOST, so that the run can go on from its last save without their node. Where
-                               they are of several nodes they end with 1: one is to blame, so all go on with all
+                               with LOST, so that the run can go on from its last save without their node. If
+                               they are on several nodes they end with 1, and the run goes on with all nodes
 
-Both runs read the same batches, weights, scales and dropout counters; a recorded step is replayed. Suspicious is what
-is not finite, and a spike: more than SPREADS spreads above the median of the last WINDOW steps. The spread is 1.4826
-times the median distance from the median (Hampel's identifier, for which outliers among those steps do not matter),
-and at least a share of the median, FLOORS: so a loss has to be a tenth above it, and a norm eleven times as large, near
-the factor of 10 at which Megatron-LM runs a step again. Losses that stay high are no spike: after IN_A_ROW skipped
-spikes the history begins anew. Checkpoints hold it, so a restart forgets nothing.
+Both runs read the same batches, weights, scales and dropout counters. A recorded step is replayed. A figure is
+suspicious if it is not finite, or more than SPREADS spreads above the median of the last WINDOW steps. The spread is
+1.4826 times the median distance from the median (Hampel's identifier, which outliers do not change), and at least a
+share of the median, FLOORS. So a loss must be a tenth above it, and a norm eleven times as large, near the factor of
+10 at which Megatron-LM runs a step again. After IN_A_ROW skipped spikes the losses are a new level: the history is
+cleared. Checkpoints hold the history.
 
 Each rank compares figures that other ranks' gradients do not reach: its part of the loss sum, and the norm of the
-gradients that it computed, as far as they were not yet added up (of P data ranks the reduce-scatter overwrites one
-P-th, its own slice). Only if all of those are equal does a difference in own slices count. They are equal within
-TOLERANCE: kernels that add in another order each time change a norm by some 1e-3 of it, and a fault worth asking for
-is larger than that.
+gradients that it computed and that are not summed yet (the reduce-scatter overwrites its own slice, one of P). Only if
+these are equal on all ranks does a difference in own slices count. Equal means within TOLERANCE: kernels that add in
+another order each time change a norm by some 1e-3, and the faults that matter are larger.
 
-Left out: which rank of a tensor- or pipeline-parallel group it was, if a wrong value has reached the others before the
-backward's end: then all of these are named. A GPU that is wrong in the same way each time is taken for data.
+Left out: which rank of a tensor- or pipeline-parallel group is faulty, if a wrong value reaches the others before the
+end of the backward. Then all of them are named. A GPU that is wrong in the same way each time is taken for data.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, Protocol
 
@@ -40,21 +38,25 @@ from torch import Tensor
 
 from minitron.comm.activity import listed
 from minitron.comm.collectives import all_gather_into, all_reduce_
+from minitron.kernels.fp8 import Fp8States
 from minitron.optim.buckets import Gradients
+from minitron.optim.scaler import LossScaler
+from minitron.pipeline.executor import local_totals
+from minitron.pipeline.replay import Eager, Replay, StaticBatch
 from minitron.runtime.log import Log
-from minitron.runtime.status import BROKEN, LOST
-from minitron.runtime.stragglers import gather_places
+from minitron.runtime.status import BROKEN, LOST, RunError
+from minitron.runtime.stragglers import gather_rank_locations
 
-WINDOW, AT_LEAST = 100, 20  # steps that a spike is measured by
+WINDOW, MIN_HISTORY = 100, 20  # most and fewest steps that a spike is measured by
 SPREADS, FLOORS = 10.0, {"loss": 0.01, "gradient norm": 1.0}
 IN_A_ROW = 3
 TOLERANCE = 0.02
 
 
-class WrongResult(ValueError):
-    """A rank has computed something else from the same data and weights.
+class WrongResult(RunError):
+    """A rank computes another result from the same data and weights.
 
-    mine: it may have been this one. of_one_node: those that it may have been are of one node. status: of the process.
+    mine: it may be this rank. of_one_node: all suspected ranks are on one node.
     quiet: this rank prints nothing and exits after a faulty rank.
     """
 
@@ -63,62 +65,57 @@ class WrongResult(ValueError):
         self.status, self.quiet = (BROKEN if of_one_node else 1, False) if mine else (LOST, True)
 
 
-class Samples(Protocol):
-    """A microbatch. samples: [b] of the run's order."""
+class Microbatch(StaticBatch, Protocol):
+    """samples: [b] of the run's order. count: its tokens that have a loss."""
 
     samples: Tensor
+    count: int
 
 
 class Rerun:
-    """Checks each step before its update. Its methods are collective over the world; `check` waits for the device.
+    """Wraps a runner: checks each step, and computes a suspicious one again. Collective over the world.
 
-    log: where verdicts go; None: nowhere.
+    log: where verdicts are written; None: nowhere.
     """
 
-    def __init__(self, gradients: Gradients, log: Log | None = None):
-        self.gradients, self.mesh, self.log = gradients, gradients.mesh, log
+    def __init__(
+        self, runner: Eager | Replay, gradients: Gradients, fp8: Fp8States, scaler: LossScaler, log: Log | None
+    ):
+        self.runner, self.gradients, self.fp8, self.scaler, self.log = runner, gradients, fp8, scaler, log
+        self.mesh = gradients.mesh
         self.history: dict[str, deque[float]] = {name: deque(maxlen=WINDOW) for name in FLOORS}
         self.in_a_row = 0
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: a run that goes on skips the spikes that it would have skipped anyway."""
+        """Return what a checkpoint keeps, so that a resumed run skips the same spikes."""
         return {"in_a_row": self.in_a_row, "history": {name: list(values) for name, values in self.history.items()}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take the `state()` of a checkpoint; {} of one without leaves a new history."""
+        """Restore the `state()` of a checkpoint. {} starts a new history."""
         self.in_a_row = state.get("in_a_row", 0)
         for name, values in self.history.items():
             values.extend(state.get("history", {}).get(name, ()))
 
-    def check(
-        self,
-        batches: Sequence[Samples],
-        again: Callable[[], Tensor],
-        loss_sum: Tensor,
-        count: Tensor,
-        scale: Tensor | float,
-    ) -> tuple[Tensor, bool]:
-        """Return the loss sum, and whether a finite result is not to be used, since the data make no sense.
+    def forward_backward(self, batches: Sequence[Microbatch]) -> tuple[Tensor, bool]:
+        """Compute the gradients of a step; return its loss sum, and whether the update must be skipped.
 
-        again(): computes the step once more, if it is suspicious, and returns its loss sum. loss_sum, count, scale: as
-        the optimizer takes them. Raises WrongResult, on all ranks.
+        Waits for the device. Raises WrongResult, on all ranks.
         """
-        totals = torch.stack([loss_sum.double(), count.double(), self.gradients.square_sum()])
-        all_reduce_(totals, self.mesh.world)
-        loss, norm = totals[0] / totals[1], totals[2].sqrt() / (totals[1] * scale)
-        figures = dict(zip(FLOORS, torch.stack([loss, norm]).tolist(), strict=True))
+        loss_sum, _ = self.runner.forward_backward(batches)
+        figures = self._figures(loss_sum, batches)
         why = self._suspicion(figures)
         if why is None:
             for name, value in figures.items():
                 self.history[name].append(value)
             self.in_a_row = 0
             return loss_sum, False
-        first, finite = self._own_figures(loss_sum), all(map(math.isfinite, figures.values()))
-        loss_sum = again()
-        if wrong := self._differing(first, second := self._own_figures(loss_sum)):
+        first, finite = self._own_figures(loss_sum, batches), all(map(math.isfinite, figures.values()))
+        self.fp8.drop_casts()
+        loss_sum, _ = self.runner.forward_backward(batches)
+        if wrong := self._differing(first, second := self._own_figures(loss_sum, batches)):
             raise self._blame(why, wrong)
-        if isinstance(scale, Tensor) and math.isfinite(figures["loss"]) and not finite:
-            return loss_sum, False  # fp16: the loss scale was too large, as it is now and then
+        if self.scaler.dynamic and math.isfinite(figures["loss"]) and not finite:
+            return loss_sum, False  # the loss scale is too large, as it is now and then
         skip = finite and self.in_a_row < IN_A_ROW
         self.in_a_row = self.in_a_row + 1 if skip else 0
         if finite and not skip:
@@ -136,14 +133,22 @@ class Rerun:
             self.log.warn(verdict)
         return loss_sum, skip
 
+    def _figures(self, loss_sum: Tensor, batches: Sequence[Microbatch]) -> dict[str, float]:
+        """Return the mean loss and the gradients' norm of the step, over the world."""
+        totals = torch.stack([*local_totals(self.mesh, loss_sum.double(), batches), self.gradients.square_sum()])
+        all_reduce_(totals, self.mesh.world)
+        scale = self.scaler.backward_scale(len(batches))
+        loss, norm = totals[0] / totals[1], totals[2].sqrt() / (totals[1] * scale)
+        return dict(zip(FLOORS, torch.stack([loss, norm]).tolist(), strict=True))
+
     def _suspicion(self, figures: dict[str, float]) -> str | None:
-        """Say what is wrong with a step's figures; None if nothing is."""
+        """Describe the suspicious figure of a step; None if there is none."""
         for name, value in figures.items():
             if not math.isfinite(value):
                 return f"the {name} is {value}"
         for name, value in figures.items():
             past = self.history[name]
-            if len(past) >= AT_LEAST:
+            if len(past) >= MIN_HISTORY:
                 usual = median(past)
                 spread = max(1.4826 * median(abs(x - usual) for x in past), FLOORS[name] * usual)
                 if value > usual + SPREADS * spread:
@@ -152,9 +157,10 @@ class Rerun:
                     )
         return None
 
-    def _own_figures(self, loss_sum: Tensor) -> Tensor:
-        """Return [loss sum, norm of what this rank computed, norm of its slice of the sums], float64 on the device."""
-        axis, own = self.mesh.dp_cp, loss_sum.new_zeros((), dtype=torch.float64)
+    def _own_figures(self, loss_sum: Tensor, batches: Sequence[Microbatch]) -> Tensor:
+        """Return [loss sum, norm of this rank's unsummed gradients, norm of its slice of the sums], float64."""
+        loss_sum, _ = local_totals(self.mesh, loss_sum.double(), batches)
+        axis, own = self.mesh.dp_cp, torch.zeros_like(loss_sum)
         summed = own.clone()
         for bucket in self.gradients.buckets:
             parts = list(bucket.grad.chunk(axis.size))
@@ -164,10 +170,10 @@ class Rerun:
             if not (bucket.key.sum_over_tp or bucket.key.tied):  # those are sums over other axes, too
                 total = summed if axis.size > 1 else own
                 total += bucket.square_sum(mine)
-        return torch.stack([loss_sum.double(), own.sqrt(), summed.sqrt()])
+        return torch.stack([loss_sum, own.sqrt(), summed.sqrt()])
 
     def _differing(self, first: Tensor, second: Tensor) -> list[int]:
-        """List the ranks whose figures are not those of their first run. Collective over the world."""
+        """List the ranks whose figures differ from those of their first run. Collective over the world."""
         everyone = self._gathered(torch.stack([first, second]))
         both_nan = everyone.isnan().all(1)
         same = both_nan | torch.isclose(everyone[:, 0], everyone[:, 1], rtol=TOLERANCE, atol=0.0)
@@ -175,8 +181,8 @@ class Rerun:
         return torch.nonzero(alone if alone.any() else ~same[:, 2]).flatten().tolist()
 
     def _blame(self, why: str, wrong: Sequence[int]) -> WrongResult:
-        """Make the error of this rank. Collective over the world."""
-        places = gather_places(self.mesh)
+        """Return the error that this rank raises. Collective over the world."""
+        places = gather_rank_locations(self.mesh)
         named = "; ".join(f"rank {rank} on {places[rank]}" for rank in wrong)
         of_one_node = len({places[rank].partition(" GPU ")[0] for rank in wrong}) == 1
         text = (
@@ -186,8 +192,8 @@ class Rerun:
         )
         return WrongResult(text, self.mesh.rank in wrong, of_one_node)
 
-    def _samples(self, batches: Iterable[Samples], figures: Tensor, worst: str) -> str:
-        """Name the samples of the ranks with figures that are not finite; if all are, of that with the largest one."""
+    def _samples(self, batches: Iterable[Microbatch], figures: Tensor, worst: str) -> str:
+        """List the samples of the ranks whose figures are not finite; if there are none, of the largest figure."""
         ours = torch.cat([batch.samples for batch in batches])
         samples, everyone = self._gathered(ours), self._gathered(figures)
         bad = ~everyone[:, :2].isfinite().all(1)

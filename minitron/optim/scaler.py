@@ -7,11 +7,11 @@ halves the factor; a long clean stretch doubles it. The optimizer finds the over
 scalar, so everything here is a `torch.where` and the host never waits.
 
     hysteresis 2, window 3      overflow  - x - x x - - - -         (x: a step with an overflow, skipped)
-                                scale     8 8 8 4 2 2 2 4 4         the first x is forgiven, every further one halves,
-                                tolerance 2 1 1 0 -1-1-1 2 2        until a clean window doubles and forgives again
+                                scale     8 8 8 4 2 2 2 4 4         the first x costs tolerance, each further one halves
+                                tolerance 2 1 1 0 -1-1-1 2 2        the scale; a clean window doubles and resets
 
 This is Megatron-LM's rule: clean steps in between do not restore the tolerance, only a whole clean window does.
-bf16 and fp32 need no scale: theirs is 1.
+The scale of bf16 and fp32 is 1.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""The step as CUDA graphs: what the host has launched once, the device then runs by itself.
+"""Record the passes of a step as CUDA graphs, and replay them: the host launches a step once for all.
 
-Problem: the forward and backward passes of a step are ten thousand launches and more, each of which takes the host
-some microseconds. Where layers are small, or split over many ranks, a GPU is done before Python asks for the next. The
-idea: run some steps as they are, then record one (nothing runs meanwhile), and from then on launch the record:
+Problem: the forward and backward passes of a step are ten thousand launches and more, and each takes the host some
+microseconds. If layers are small, or split over many ranks, a GPU is idle until Python launches the next kernel. The
+idea: run some steps eagerly, then record one (nothing runs meanwhile), and from then on launch the recording:
 
     step   1 2 3     4                      5 6 7 ...
            eager     recorded, replayed     replayed
 
-A graph runs the same kernels on the same memory. So all that differs from step to step lies in tensors that stay where
-they are: batches, which are copied to where the recorded ones were; parameters and scales, which are changed in place.
-What is launched outside, the gathers of parameters, is waited for by events that are declared `external`.
+A graph runs the same kernels on the same memory. So everything that differs from step to step is in tensors at fixed
+addresses: batches are copied into the recorded ones, parameters and scales are changed in place. The gathers of
+parameters are launched outside; the graph waits for them by events that are declared `external`.
 
-    pp = 1     three graphs, of a microbatch each: the first one's backward writes gradients, the second one's adds to
-               them, and runs once for each microbatch in the middle; the last one's also sums them over data ranks
+    pp = 1     three graphs, of a microbatch each: the backward of the first writes gradients; the second adds to them,
+               and runs once for each microbatch in the middle; the last also sums them over data ranks
     pp > 1     microbatches overlap: one graph, or several of at most about MOST_NODES kernels
 
 All graphs of a run share their memory, since one runs after the other. Evaluations are recorded, too, or they would
@@ -39,12 +39,12 @@ from minitron.comm.collectives import all_reduce_
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config
 from minitron.config.sizes import NODES_PER_LAYER
-from minitron.pipeline.executor import Executor, Run
+from minitron.pipeline.executor import Executor, Pass
 from minitron.pipeline.schedule import Action, Backward, Exchange
 from minitron.runtime.log import Log
 
-WARM_UP = 3  # steps in which kernels are compiled, communicators set up and FP8's scales found
-MOST_NODES = 300_000  # of one graph; a node takes the driver some KiB
+WARM_UP = 3  # steps that compile kernels, set up communicators and find FP8's scales
+MOST_NODES = 300_000  # of one graph; a node takes some KiB of the driver's memory
 
 
 class StaticBatch(Protocol):
@@ -59,9 +59,9 @@ B = TypeVar("B", bound=StaticBatch)
 
 
 def why_eager(cfg: Config, device: torch.device, packs: bool) -> str | None:
-    """Say why no step of this run can be recorded; None: it can.
+    """Return why no step of this run can be recorded; None if it can.
 
-    packs: whether attention takes documents that are kept apart in one call, by their spans on the device.
+    packs: whether attention reads the spans of documents from the device, and so takes all documents in one call.
     """
     if device.type != "cuda":
         return "there is no GPU"
@@ -82,7 +82,7 @@ class Segment(NamedTuple):
 
 
 def segments(actions: Sequence[Action], pp: int, num_microbatches: int, nodes_per_action: float) -> list[Segment]:
-    """Cut the actions of a rank's step into graphs. With pp 1 microbatches 1, 2, ... are all run by the graph of 1."""
+    """Cut the actions of a rank's pass into graphs. If pp is 1, one graph runs all microbatches in the middle."""
     m = num_microbatches
     if pp == 1:
         each = len(actions) // m
@@ -95,37 +95,29 @@ def segments(actions: Sequence[Action], pp: int, num_microbatches: int, nodes_pe
     return [Segment(actions[a:b], [range(m) if a == 0 else ()]) for a, b in zip(starts, ends)]
 
 
-class Graph(Protocol):
-    """Work that was recorded. nodes: its kernels and copies."""
-
-    nodes: int
-
-    def replay(self) -> None: ...
-
-
 class CudaRecorder:
-    """Records what is launched on the current device, all of it with memory of one pool."""
+    """Records launches on the current device. All recordings share one memory pool."""
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
 
     def used(self) -> int:
-        """Wait for the device; return the bytes of its memory that are in use."""
+        """Wait for the device, and return the bytes of its memory that are in use."""
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
         return total - free
 
-    def record(self, work: Callable[[], None]) -> Graph:
-        """Return what work() launches, all of which must have joined the current stream at its end; launch nothing."""
+    def record(self, work: Callable[[], None]) -> CudaGraph:
+        """Record the launches of work(). All of its streams must have joined the current stream at its end."""
         graph, stream = torch.cuda.CUDAGraph(keep_graph=True), torch.cuda.current_stream()
         try:
-            # thread_local: other threads go on meanwhile, NCCL's watchdog and the writer of a checkpoint.
+            # thread_local: NCCL's watchdog and the writer of a checkpoint use the device meanwhile.
             with _collector_off(), torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
                 work()
-        except BaseException:  # torch leaves both of these as they are where a recording cannot be ended
+        except BaseException:  # torch restores neither the stream nor the pool if a recording cannot be ended
             torch.cuda.set_stream(stream)
-            with suppress(RuntimeError, AttributeError):  # it has ended, and given back the pool
+            with suppress(RuntimeError, AttributeError):  # the recording has ended, and has released the pool
                 torch._C._cuda_endAllocateToPool(stream.device_index, self.pool)
                 torch._C._cuda_releasePool(stream.device_index, self.pool)
             raise
@@ -133,11 +125,11 @@ class CudaRecorder:
 
 
 class CudaGraph:
-    """A recorded graph, ready to be launched."""
+    """A recorded graph, ready to be launched. nodes: its kernels and copies."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph):
         count = ctypes.c_size_t()
-        with suppress(OSError):  # 0 where the runtime is no library of its own
+        with suppress(OSError):  # 0 if the runtime is no separate library
             runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}")
             runtime.cudaGraphGetNodes(ctypes.c_void_p(graph.raw_cuda_graph()), None, ctypes.byref(count))
         graph.instantiate()
@@ -145,41 +137,39 @@ class CudaGraph:
 
 
 class Recording:
-    """A pass through a schedule, recorded, with batches of its own. begin(batches) starts it; end() follows on it."""
+    """A recorded pass through a schedule, with static batches.
+
+    start(batches): makes the pass; it runs inside the recording. end(): is recorded after the pass.
+    """
 
     def __init__(
         self,
         recorder: CudaRecorder,
         planned: Sequence[Segment],
         batches: Sequence[StaticBatch],
-        begin: Callable[[Sequence[StaticBatch]], Run],
+        start: Callable[[Sequence[StaticBatch]], Pass],
         end: Callable[[], None],
     ):
-        self.segments = planned
+        self.segments, self.actions = planned, list(_launched(planned))
         recorded = {a.mb for segment in planned for a in segment.actions if not isinstance(a, Exchange)}
         self.static = {mb: batches[mb].for_any() for mb in sorted(recorded)}
-        self.actions = list(_launched(planned))
-        run: Run | None = None
+        run: Pass | None = None
 
         def work(segment: Segment) -> None:
             nonlocal run
-            run = run or begin([self.place(mb) for mb in range(len(batches))])
-            run.do(segment.actions)
+            run = run or start([self.static_batch(mb) for mb in range(len(batches))])
+            run.run_actions(segment.actions)
             run.join()
             if segment is planned[-1]:
                 self.loss = run.finish()
                 end()
-            run.executor.pp.activity.begin("recording")  # what follows, CUDA's part of it, can take seconds
+            run.executor.pp.activity.begin("recording")  # CUDA's part of it follows, which can take seconds
 
         self.graphs = [recorder.record(partial(work, segment)) for segment in planned]
+        self.nodes = sum(graph.nodes * len(segment.launches) for graph, segment in zip(self.graphs, planned))
 
-    @property
-    def nodes(self) -> int:
-        """Kernels and copies of a pass."""
-        return sum(graph.nodes * len(segment.launches) for graph, segment in zip(self.graphs, self.segments))
-
-    def place(self, mb: int) -> StaticBatch:
-        """Return the recorded batch whose memory a microbatch takes."""
+    def static_batch(self, mb: int) -> StaticBatch:
+        """Return the recorded batch whose memory a microbatch uses."""
         return self.static[mb if mb in self.static else 1]
 
     def replay(self, batches: Sequence[StaticBatch]) -> Tensor:
@@ -187,7 +177,7 @@ class Recording:
         for graph, segment in zip(self.graphs, self.segments):
             for microbatches in segment.launches:
                 for mb in microbatches:
-                    static, new = self.place(mb).packed, batches[mb].packed
+                    static, new = self.static_batch(mb).packed, batches[mb].packed
                     assert static is not None and new is not None
                     static.copy_(new)
                 graph.replay()
@@ -195,7 +185,7 @@ class Recording:
 
 
 def _launched(planned: Sequence[Segment]) -> Iterator[object]:
-    """Yield the operations of all launches, in order, each with the microbatch that it then works on."""
+    """Yield the operations of all launches, in order, each with the microbatch that it computes."""
     for segment in planned:
         for microbatches in segment.launches:
             for action in segment.actions:
@@ -221,31 +211,30 @@ class Eager:
     ):
         self.executor, self.scale, self.finish, self.reset = executor, scale, finish, reset
 
-    def forward_backward(self, batches: Sequence[object]) -> Tensor:
-        """Run forward and backward of all microbatches and complete the sums of gradients; return the loss sum, 0-d.
+    def forward_backward(self, batches: Sequence[object]) -> tuple[Tensor, bool]:
+        """Run forward and backward of all microbatches and complete the sums of gradients.
 
-        The host reads nothing here. From step to step only the contents of device tensors differ: batches, parameters,
-        the scales of fp16 and FP8. So it can be recorded once and replayed.
+        Returns the loss sum, 0-d, and False: the update need not be skipped. The host reads nothing from the device.
         """
-        loss_sum = self.executor.train(batches, self.scale(len(batches)))
+        loss_sum = self.executor.run(batches, self.scale(len(batches)))
         self.finish()
-        return loss_sum
+        return loss_sum, False
 
     def evaluate(self, batches: Sequence[object]) -> Tensor:
         """Run the forwards of an evaluation; return their loss sum, 0-d."""
-        return self.executor.evaluate(batches)
+        return self.executor.run(batches, None)
 
     def close(self) -> None:
-        """Nothing has to be given up."""
+        """Do nothing: there are no graphs."""
 
 
 class Replay:
     """Replays the passes of steps and evaluations, after WARM_UP eager steps. Collective over the world.
 
-    eager: runs what is not recorded. layers: blocks on this rank. evaluates: whether evaluations will come, which are
-    then recorded with the step. log: None writes nothing.
+    eager: runs what is not recorded. layers: blocks on this rank. evaluates: whether the run evaluates; the pass of an
+    evaluation is then recorded with the step. log: None writes nothing.
 
-    nodes, capture_seconds: of the recorded step.
+    training, evaluation: the recordings, if they could be made. nodes, capture_seconds: of the recorded step.
     """
 
     def __init__(
@@ -260,66 +249,56 @@ class Replay:
         self.eager, self.mesh, self.layers, self.evaluates = eager, mesh, layers, evaluates
         self.log, self.recorder = log, recorder
         self.nodes, self.capture_seconds, self._calls = 0, 0.0, 0
-        self._training: Recording | None = None
-        self._evaluation: Recording | None = None
+        self.training: Recording | None = None
+        self.evaluation: Recording | None = None
 
     @property
     def replaying(self) -> bool:
         """Tell whether steps are replayed now."""
-        return self._training is not None
+        return self.training is not None
 
-    @property
-    def replays_evaluations(self) -> bool:
-        """Tell whether evaluations are, too."""
-        return self._evaluation is not None
-
-    @property
-    def graphs(self) -> int:
-        """How many graphs a replayed step has."""
-        return 0 if self._training is None else len(self._training.graphs)
-
-    def forward_backward(self, batches: Sequence[StaticBatch]) -> Tensor:
-        """As Eager has it; a replay overwrites the loss sum of the one before."""
+    def forward_backward(self, batches: Sequence[StaticBatch]) -> tuple[Tensor, bool]:
+        """Do the same as Eager. A replay overwrites the loss sum of the one before."""
         self._calls += 1
         if self._calls == WARM_UP + 1:
             self._record_all(batches)
-        if self._training is None:
+        if self.training is None:
             return self.eager.forward_backward(batches)
-        loss_sum = self._replay(self._training, batches)
+        loss_sum = self._replay(self.training, batches)
         self.mesh.activity.begin("update")
-        return loss_sum
+        return loss_sum, False
 
     def evaluate(self, batches: Sequence[StaticBatch]) -> Tensor:
-        """As Eager has it; replayed if steps are, because graphs keep the memory that eager forwards would need."""
-        return self.eager.evaluate(batches) if self._evaluation is None else self._replay(self._evaluation, batches)
+        """Do the same as Eager. Replayed with the steps: graphs keep the memory that eager forwards would need."""
+        return self.eager.evaluate(batches) if self.evaluation is None else self._replay(self.evaluation, batches)
 
     def _replay(self, recording: Recording, batches: Sequence[StaticBatch]) -> Tensor:
         self.mesh.activity.replay(recording.actions)
         return recording.replay(batches)
 
     def close(self) -> None:
-        """Give the graphs up. To be called before the process groups end whose operations they hold."""
-        if self._training is not None and self.mesh.device.type == "cuda":
+        """Drop the graphs. Call it before the process groups end whose operations they hold."""
+        if self.training is not None and self.mesh.device.type == "cuda":
             torch.cuda.synchronize()
-        self._training = self._evaluation = None
+        self.training = self.evaluation = None
 
     def _record_all(self, batches: Sequence[StaticBatch]) -> None:
-        """Record a step, and an evaluation if any will come."""
+        """Record a step, and an evaluation if the run evaluates."""
         if self.evaluates:
-            self.eager.evaluate(batches)  # compiles what steps have not needed
+            self.eager.evaluate(batches)  # compiles kernels that steps do not use
         recorder = self.recorder()
-        self._training = self._on_all("steps", partial(self._record, recorder, batches, True))
+        self.training = self._on_all("steps", partial(self._record, recorder, batches, True))
         if self.evaluates and self.replaying:
-            self._evaluation = self._on_all("evaluations", partial(self._record, recorder, batches, False))
+            self.evaluation = self._on_all("evaluations", partial(self._record, recorder, batches, False))
 
     def _on_all(self, what: str, record: Callable[[], Recording]) -> Recording | None:
-        """Return what record() returns; None on all ranks if it fails on one."""
+        """Return the result of record(); None on all ranks if it fails on one."""
         recording, problem, where = None, None, ""
         try:
             recording = record()
-        except Exception as error:  # whatever it is, the pass can be run as those before
+        except Exception as error:  # of any kind: eager passes go on
             first: BaseException = error
-            while first.__context__ is not None:  # CUDA only says afterwards that something had failed
+            while first.__context__ is not None:  # CUDA's own error comes after the one that caused it
                 first = first.__context__
             problem, where = f"{type(first).__name__}: {first}".splitlines()[0], traceback.format_exc()
         everywhere = torch.tensor(recording is not None, dtype=torch.int32, device=self.mesh.device)
@@ -336,16 +315,13 @@ class Replay:
 
     def _record(self, recorder: CudaRecorder, batches: Sequence[StaticBatch], training: bool) -> Recording:
         begun, m, executor = time.perf_counter(), len(batches), self.eager.executor
-        recorder.used()  # the device has to be through with what a reset drops
+        recorder.used()  # waits for the device, which may still use what a reset drops
         self.eager.reset()
-        # Only now, for what it dropped, an eager evaluation's casts among it, is given back here.
-        used, actions = recorder.used(), executor.training(m) if training else executor.evaluation(m)
+        used, actions = recorder.used(), executor.actions(m, training)  # after the reset, whose memory is free now
         planned = segments(actions, executor.pp.size, m, NODES_PER_LAYER * self.layers * m / len(actions))
+        start = lambda x: Pass(executor, x, self.eager.scale(m) if training else None)  # fp16's scale is recorded, too
+        end = self.eager.finish if training else lambda: None
         with self.mesh.activity.recording():
-            if training:
-                start, end = lambda x: executor.begin(x, self.eager.scale(m)), self.eager.finish
-            else:
-                start, end = lambda x: Run(executor, x, None), lambda: None
             recording = Recording(recorder, planned, batches, start, end)
         more, seconds = (recorder.used() - used) / 2**30, time.perf_counter() - begun
         if training:
@@ -364,7 +340,7 @@ class Replay:
 
 @contextmanager
 def _collector_off() -> Iterator[None]:
-    """Keep Python's garbage collector from freeing, in the middle of a recording, what belongs to another stream."""
+    """Keep Python's garbage collector from freeing another stream's memory in the middle of a recording."""
     was = gc.isenabled()
     gc.disable()
     try:

@@ -1,25 +1,24 @@
 """Pipeline schedules as plain data: what every rank computes, sends and receives, in order.
 
-The problem.  A model cut into pp parts keeps one rank busy and pp - 1 idle, unless the batch is cut too: rank 1 works
-on microbatch 0 while rank 0 is on microbatch 1.  The order of the work decides how long ranks idle (the bubble), how
-many activations they hold, and whether their messages can deadlock.  So the order is data here: made, checked, timed
-and drawn without torch, then interpreted by the executor.
+Problem: a model cut into pp parts keeps one rank busy and pp - 1 idle, unless the batch is cut too: rank 1 works on
+microbatch 0 while rank 0 is on microbatch 1. The order of the work decides how long ranks idle (the bubble), how many
+activations they hold, and whether their messages can deadlock. So the order is data here: made, checked, timed and
+drawn without torch, then run by the executor. The idea:
 
-The idea:
-1. Every rank runs the same list of forwards and the same list of backwards.  It starts with some forwards (the
-   warm-up), alternates one forward with one backward (1F1B), and ends with the backwards that are left.
-2. Interleaving (vp > 1) gives a rank vp chunks of the model, stage = chunk * pp + rank.  A microbatch goes round the
-   ranks vp times in steps vp times shorter, and so shrinks the bubble: (pp - 1) / (vp * m) of the compute.
-3. A clock gives every operation the tick at which it finishes: a backward takes twice as many as a forward, and
-   between ranks that have several chunks what is made arrives a tick later.
-4. A value finished at tick t for another rank is sent *and* received at tick t.  All that one rank sends and receives
-   at one tick is one Exchange, posted without waiting; the wait comes where the value is used.  An action holds
-   its input, its output, and how many of its rank's Exchanges it waits for. The executor makes no scheduling decisions.
-5. Each rank's list is sorted by tick, and partners meet in Exchanges of the same tick.  So whoever is at the lowest
-   tick can go on: no deadlock, even if every Exchange blocked.  "Send my output and receive my next input" as one
-   step, the obvious choice, pairs ends of different ticks, and interleaved ranks end up waiting for each other.
+1. Every rank runs the same list of forwards and the same list of backwards. It starts with some forwards (the
+   warm-up), alternates one forward with one backward (1F1B), and ends with the remaining backwards.
+2. Interleaving (vp > 1) gives a rank vp chunks of the model, stage = chunk * pp + rank. A microbatch passes the ranks
+   vp times in steps vp times shorter, which shrinks the bubble to (pp - 1) / (vp * m) of the compute.
+3. A clock gives every operation the tick at which it finishes. A backward takes twice as many ticks as a forward.
+   Between ranks that have several chunks a value arrives one tick later.
+4. A value finished at tick t for another rank is sent *and* received at tick t. All that one rank sends and receives
+   at one tick is one Exchange, posted without waiting; the wait comes where the value is used. An action holds its
+   input, its output, and how many of its rank's Exchanges it waits for. The executor makes no scheduling decisions.
+5. Each rank's list is sorted by tick, and partners meet in Exchanges of the same tick. So the rank at the lowest tick
+   can always go on: no deadlock, even if every Exchange blocked. "Send my output and receive my next input" as one
+   step pairs ends of different ticks, and interleaved ranks would wait for each other.
 
-pp = 2, three microbatches; F0 is the forward of microbatch 0, >0 its activation and <0 its gradient on the way, which
+pp = 2, three microbatches. F0 is the forward of microbatch 0, >0 its activation and <0 its gradient on the way, which
 takes no time here:
 
     rank 0    F0 F1       B0--- F2 B1---    B2---
@@ -27,24 +26,23 @@ takes no time here:
                                    <1
     rank 1       F0 B0--- F1 B1--- F2 B2---
 
-ZB-H1 (Qi et al. 2024) splits backwards: other ranks wait for the gradient of the input (b) alone, and the gradients of
-weights (w) fill what was bubble.  The order is that of 1F1B, but rank r puts off those of r microbatches, rank 0 none.
-The bubble is (pp - 1) (f + b - w) seconds in the place of (pp - 1) (f + b + w), about a third:
+ZB-H1 (Qi et al. 2024) splits backwards. Other ranks wait for the gradient of the input (b) alone, and the gradients of
+weights (w) fill the bubble. The order is that of 1F1B, but rank r defers w of r microbatches. The bubble is
+(pp - 1) (f + b - w) seconds instead of (pp - 1) (f + b + w), about a third:
 
     rank 0    F0 F1    B0--- F2 B1--- B2---
     rank 1       F0 b0 F1 b1 w0 F2 b2 w1 w2
 
-Why messages of interleaved ranks take a tick: without it every Exchange comes just before its value is used, and
-nothing hides it. With it the receiver does other work in between. More ticks are not better: NCCL runs a rank's
-Exchanges in order, so one that comes too early delays the next. With one chunk a rank, or fewer microbatches than
-ranks, a tick does not help on average, so messages take none there.
+Messages of interleaved ranks take a tick. Without it every Exchange comes just before its value is used, and nothing
+hides it. More ticks are not better: NCCL runs a rank's Exchanges in order, so an early one delays the next. With one
+chunk a rank, or fewer microbatches than ranks, a tick does not help on average, so messages take none there.
 
-Why a backward takes twice the ticks of a forward: its products take twice the time, and a clock that differs from the
+A backward takes twice the ticks of a forward because its products take twice the time; a clock that differs from the
 real times makes ranks wait. b and w need different tick counts, or their messages share an Exchange by chance and the
 earlier one waits.
 
-Left out: schedules that split with vp > 1, or that hold more activations to have no bubble at all (ZB-H2); and weights
-that change in the middle of a batch (PipeDream).
+Left out: schedules that split with vp > 1, or that hold more activations and have no bubble (ZB-H2); and weights that
+change in the middle of a batch (PipeDream).
 """
 
 from collections.abc import Iterator, Sequence
@@ -54,67 +52,66 @@ from typing import Literal
 
 from minitron.config.sizes import check_pipeline_sizes
 
+Value = Literal["activation", "gradient"]
+
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """One tensor on its way to the global stage `stage` that consumes it; `peer` is the pp rank at the other end."""
 
-    kind: Literal["activation", "gradient"]
+    kind: Value
     mb: int
     stage: int
     peer: int
 
 
 @dataclass(frozen=True, slots=True)
-class Forward:
-    """Run this rank's model chunk `chunk` on microbatch `mb`.
+class _Operation:
+    """What this rank computes for microbatch `mb` in its model chunk `chunk`.
 
-    input: what it takes; None on the first stage.  output: what it makes for another rank; None on the last stage,
-    which makes the loss.  after: the first so many of the rank's Exchanges must be complete when it starts.
+    input: the value that it needs from another rank. output: the value that it makes for another rank. after: it may
+    start when so many of the rank's Exchanges are complete.
     """
 
     mb: int
     chunk: int
-    input: Transfer | None = field(default=None, repr=False)
-    output: Transfer | None = field(default=None, repr=False)
-    after: int = field(default=0, repr=False)
+    input: Transfer | None = field(default=None, repr=False, kw_only=True)
+    output: Transfer | None = field(default=None, repr=False, kw_only=True)
+    after: int = field(default=0, repr=False, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Backward:
-    """The backward of the same.
+class Forward(_Operation):
+    """The forward. The first stage has no input. The last stage has no output: it makes the loss.
 
-    first, last: of the chunk's backwards in a step.  The first one writes gradients, later ones add; after the last one
-    they may be reduced as they are ready.  input is None on the last stage, output on the first.
+    last: the rank's last forward in a training step.
     """
 
-    mb: int
-    chunk: int
+    last: bool = field(default=False, repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Backward(_Operation):
+    """The backward. The last stage has no input, the first stage no output.
+
+    first, last: of the chunk's backwards in a step. The first one writes gradients, later ones add. After the last one
+    each gradient may be reduced as soon as it is ready.
+    """
+
     last: bool
     first: bool = field(default=False, repr=False)
-    input: Transfer | None = field(default=None, repr=False)
-    output: Transfer | None = field(default=None, repr=False)
-    after: int = field(default=0, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardInput(Backward):
-    """A backward that puts off the gradients of the weights that products read."""
+    """A backward that defers the gradients of the weights that products read."""
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardWeight:
-    """The weight gradients that a BackwardInput has put off.  last: of the chunk's in a step.
+class BackwardWeight(_Operation):
+    """The weight gradients that a BackwardInput has deferred. It has no input and no output. last: of the chunk's."""
 
-    It takes nothing from another rank and makes nothing for one.
-    """
-
-    mb: int
-    chunk: int
     last: bool
-    input: Transfer | None = field(default=None, repr=False)
-    output: Transfer | None = field(default=None, repr=False)
-    after: int = field(default=0, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +119,8 @@ class Exchange:
     """All sends and receives of one rank at one tick, posted together without waiting.
 
     A rank finishes at most one operation a tick, so there is at most one send, and at most one receive from each of
-    the two neighbours.  The messages of a pair of ranks are thus received in the order of their sending.  NCCL needs
-    that: it has no tags.  after: how many of the rank's first Exchanges must be complete, so that their memory can go.
+    the two neighbours. So messages of a pair of ranks are received in the order in which they are sent. NCCL needs
+    that: it has no tags. after: so many of the rank's Exchanges must be complete, so that their buffers can be freed.
     """
 
     sends: tuple[Transfer, ...]
@@ -135,13 +132,13 @@ Operation = Forward | Backward | BackwardWeight
 Action = Operation | Exchange
 Kind = Literal["1f1b", "zb-h1"]
 TICKS = {Forward: 6, Backward: 12, BackwardInput: 8, BackwardWeight: 4}
-# A rank that only sends (the first one, in an evaluation) is at most so many Exchanges ahead of who receives.
+# A rank that only sends (the first one, in an evaluation) is at most so many Exchanges ahead of its receiver.
 IN_FLIGHT = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """`ranks[r]`: the actions of pp rank r, in order.  `training` is False for a forward-only schedule."""
+    """`ranks[r]`: the actions of pp rank r, in order. `training` is False for a forward-only schedule."""
 
     pp: int
     vp: int
@@ -177,16 +174,16 @@ def make(pp: int, vp: int, num_microbatches: int, kind: Kind = "1f1b") -> Schedu
 
 
 def operations(pp: int, vp: int, num_microbatches: int, rank: int, kind: Kind = "1f1b") -> list[Operation]:
-    """List what a rank of `make` computes: its actions without the Exchanges and without their routes.
+    """List the operations of a rank of `make`, without their routes.
 
-    Some forwards to warm up, then forward and backward in turn, then the backwards that are left.
+    Some forwards to warm up, then forward and backward in turn, then the remaining backwards.
     """
     order = _order(pp, vp, num_microbatches)
     group = max(_groups(pp, num_microbatches))
     warmup = pp - rank - 1 if vp == 1 else (vp - 1) * group + 2 * (pp - rank - 1)
     warmup = min(warmup, len(order))
-    forwards = [Forward(mb, chunk) for mb, chunk in order]
-    put_off = rank if kind == "zb-h1" else 0  # rank 0 has nobody to send a gradient to, and nothing to put off
+    forwards = [Forward(mb, chunk, last=(mb, chunk) == order[-1]) for mb, chunk in order]
+    put_off = rank if kind == "zb-h1" else 0  # rank 0 sends no gradients, so it defers nothing
     backward = BackwardInput if put_off else Backward
     backwards: list[list[Operation]] = [
         [backward(mb, vp - 1 - chunk, last=mb == num_microbatches - 1, first=mb == 0)] for mb, chunk in order
@@ -232,7 +229,7 @@ def _with_exchanges(
     recvs: list[dict[int, tuple[Transfer, ...]]] = [{} for _ in operations]
     for rank, order in enumerate(operations):
         for op, tick in zip(order, ticks[rank]):
-            value = output_of(op, rank, pp, vp)
+            _, value = route(op, rank, pp, vp)
             if value is not None:
                 sends[rank][tick] = (value,)
                 arriving = Transfer(value.kind, value.mb, value.stage, rank)
@@ -248,8 +245,8 @@ def _with_exchanges(
 def routed(actions: list[Action], rank: int, pp: int, vp: int) -> Iterator[Action]:
     """Fill in the inputs and outputs of a rank's actions, and the Exchanges that they wait for.
 
-    An operation waits for the Exchange that brought its input, and for all before it: NCCL runs a rank's Exchanges in
-    order, so what those sent has gone, too.
+    An operation waits for the Exchange that brings its input, and for all before it: NCCL runs a rank's Exchanges in
+    order, so these are complete, too.
     """
     exchanges = 0
     arrived: dict[Transfer, int] = {}  # -> number of Exchanges that must be complete before it is used
@@ -259,16 +256,16 @@ def routed(actions: list[Action], rank: int, pp: int, vp: int) -> Iterator[Actio
             exchanges += 1
             arrived |= dict.fromkeys(action.recvs, exchanges)
         else:
-            value, made = input_of(action, rank, pp, vp), output_of(action, rank, pp, vp)
-            yield replace(action, input=value, output=made, after=0 if value is None else arrived[value])
+            needed, made = route(action, rank, pp, vp)
+            yield replace(action, input=needed, output=made, after=0 if needed is None else arrived[needed])
 
 
 def _finish_ticks(pp: int, vp: int, operations: Sequence[Sequence[Operation]], travel: int) -> list[list[int]]:
-    """Compute the tick at which each operation finishes, if it starts as soon as its rank and its input are there.
+    """Compute the tick at which each operation finishes, if it starts as soon as its rank and its input are ready.
 
-    travel: ticks from the end of what makes a value until its receiver has it.
+    travel: ticks from the end of the operation that makes a value until its receiver has it.
     """
-    made: dict[Transfer, int] = {}  # -> the tick at which its receiver has it, by what that calls it
+    made: dict[Transfer, int] = {}  # the receiver's input -> the tick at which it has it
     ticks: list[list[int]] = [[] for _ in operations]
     moved = True
     while moved:
@@ -277,7 +274,7 @@ def _finish_ticks(pp: int, vp: int, operations: Sequence[Sequence[Operation]], t
             done = ticks[rank]
             while len(done) < len(order):
                 op = order[len(done)]
-                needed, output = input_of(op, rank, pp, vp), output_of(op, rank, pp, vp)
+                needed, output = route(op, rank, pp, vp)
                 if needed is not None and needed not in made:
                     break
                 arrived = 0 if needed is None else made[needed]
@@ -290,21 +287,16 @@ def _finish_ticks(pp: int, vp: int, operations: Sequence[Sequence[Operation]], t
     return ticks
 
 
-def input_of(op: Operation, rank: int, pp: int, vp: int) -> Transfer | None:
-    """Return what `op` on `rank` must have received; None: the first stage's forward, the last stage's backward."""
-    stage = op.chunk * pp + rank
-    if type(op) is BackwardWeight:
-        return None
-    if type(op) is Forward:
-        return Transfer("activation", op.mb, stage, (rank - 1) % pp) if stage > 0 else None
-    return Transfer("gradient", op.mb, stage, (rank + 1) % pp) if stage < pp * vp - 1 else None
+def route(op: Operation, rank: int, pp: int, vp: int) -> tuple[Transfer | None, Transfer | None]:
+    """Return what `op` on `rank` needs from another rank, and what it makes for one.
 
-
-def output_of(op: Operation, rank: int, pp: int, vp: int) -> Transfer | None:
-    """Return what `op` on `rank` makes for another; None: the last stage's forward, the first stage's backward."""
-    stage = op.chunk * pp + rank
-    if type(op) is BackwardWeight:
-        return None
-    if type(op) is Forward:
-        return Transfer("activation", op.mb, stage + 1, (rank + 1) % pp) if stage < pp * vp - 1 else None
-    return Transfer("gradient", op.mb, stage - 1, (rank - 1) % pp) if stage > 0 else None
+    Activations travel to the next stage, gradients to the stage before. The ends of the pipeline have no neighbour.
+    """
+    if isinstance(op, BackwardWeight):
+        return None, None
+    kind: Value = "activation" if isinstance(op, Forward) else "gradient"
+    step = 1 if kind == "activation" else -1
+    stage, stages = op.chunk * pp + rank, range(pp * vp)
+    needed = Transfer(kind, op.mb, stage, (rank - step) % pp) if stage - step in stages else None
+    made = Transfer(kind, op.mb, stage + step, (rank + step) % pp) if stage + step in stages else None
+    return needed, made

@@ -30,8 +30,7 @@ from minitron.pipeline.schedule import (
     Operation,
     Schedule,
     Transfer,
-    input_of,
-    output_of,
+    route,
 )
 from minitron.planner.walk import Meetings, meetings, walk
 
@@ -114,8 +113,7 @@ class _CheckedRank:
 
     def _route_problem(self, op: Operation) -> str:
         """Return why input and output are not those of the stage, or why the input is not there in time."""
-        place = self.rank, self.schedule.pp, self.schedule.vp
-        needed, made = input_of(op, *place), output_of(op, *place)
+        needed, made = route(op, self.rank, self.schedule.pp, self.schedule.vp)
         if op.input != needed or op.output != made:
             return f"takes {op.input} and makes {op.output} instead of {needed} and {made}"
         if needed is not None and needed not in self.received:

@@ -1,7 +1,7 @@
-"""What a process needs from its surroundings: to be called before torch is imported, which reads some of it.
+"""Prepare a process, before torch is imported: torch reads some of this when it loads.
 
 variables     settings that libraries read when they load
-caches        compiled kernels belong to the node's own disk; a home directory may be slow, and shared by all nodes
+caches        compiled kernels go to the node's own disk: a home directory may be slow, and all nodes share it
 open files    the usual soft limit of 1,024 is too low for a store that serves a thousand ranks
 """
 

@@ -4,26 +4,26 @@
                      validation line, or NeMo's bar with val_loss; messages, from rank 0
     log.dir/
       config.yaml    every key of the run, resolved; `python -m minitron.pretrain config.yaml` repeats it
-      metrics.jsonl  one JSON object a line, appended by rank 0, with the time: {"kind": "run"} at each start, then
-                     "step", "eval" and "save"; after the first step "start", which says what the start took
-                     (startup.py); and "end" with the shares of the time that goodput.py finds in them all;
-                     "places" and "ranks" say how long each rank computes (stragglers.py)
+      metrics.jsonl  one JSON object a line, appended by rank 0, with the time and its kind: "run" at each start, then
+                     "step", "eval" and "save"; after the first step "start" (startup.py); "places" and "ranks", how
+                     long each rank computes (stragglers.py); "end", the shares of the time (supervise/goodput.py)
       dllogger.json  the steps as NVIDIA's DLLogger writes them, for tools/training_metrics.py and others
-      tensorboard/   the numbers of metrics.jsonl, as step/loss and eval/loss, if log.tensorboard says so (sinks.py)
-      rank-3.log     what rank 3 alone has to report, with the time: its alarms, where it was when a run hung. A line of
-                     stdout is in the log of the rank that printed it. A rank without records has no log
-      errors.log     warnings and errors of all ranks, if there were any (errors.py)
+      tensorboard/   the numbers of metrics.jsonl, as step/loss and eval/loss, if log.tensorboard is set (sinks.py)
+      rank-3.log     the messages of rank 3 alone, with the time: its alarms, the report of a hang, the lines that it
+                     prints. A rank without messages has no log
+      errors.log     alarms, errors that ended a rank, and Python's warnings, of all ranks. Without any there is no file
 
-A disk that fills up or fails during a run costs records and one warning, not the run. Each file takes whole records
-only: the written part of a record that did not fit is cut off, and the files go on once there is room.
+A full or failing disk costs records and one warning, not the run. Each file takes whole records only: a part of a
+record that did not fit is cut off, and records continue once there is room. Each record of errors.log is one append,
+since ranks of other nodes write there, too (on an object store only the last writer's records remain).
 
 Every number arrives here reduced over the ranks, as a host float: any rank can print it, and none communicates or waits
-here. The name of a rate says which FLOPs it counts, see `minitron.config.flops`: the line of `megatron` prints
-hardware TFLOPs, that of `megatron-core` causal ones, MFU is of the full ones, and metrics.jsonl has all three.
+here. The name of a rate tells which FLOPs it counts, see `minitron.config.flops`: the line of `megatron` prints
+hardware TFLOPs, that of `megatron-core` causal ones, MFU counts the full ones, and metrics.jsonl has all three.
 
 A line covers the iterations since the line before, as Megatron's does: the mean loss of those that were not skipped,
-the mean time of all, how many were skipped or had a NaN loss. The other fields are those of the last of them. If the
-last was skipped it has no gradient norm, and if all were, no loss: these fields are then left out, as in Megatron.
+the mean time of all, how many were skipped or had a NaN loss. The other fields are those of the last iteration. If it
+was skipped, the line has no gradient norm. If all were skipped, it has no loss.
 """
 
 from __future__ import annotations
@@ -32,38 +32,33 @@ import json
 import math
 import sys
 import time
+import traceback
+import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import Protocol
 
 from minitron.config import flops
 from minitron.config.schema import Config
 from minitron.config.text import to_yaml
 from minitron.runtime import log_formats
-from minitron.runtime.errors import ErrorLog
 from minitron.runtime.log_formats import Iteration, Line
-from minitron.runtime.sinks import FULL, SINKS, File, Sink
-from minitron.runtime.startup import Startup
+from minitron.runtime.sinks import FULL, SINKS, File, Sink, append_to
+from minitron.runtime.status import why_it_ended
 
 RECENT = 20  # how many steps the summary covers
-
-
-class Goodput(Protocol):
-    """What the time of a run was spent on: the share of each part, and a line that names them."""
-
-    shares: dict[str, float]
 
 
 class Log(AbstractContextManager):
     """The log of one rank of `world`. `close` it at the end, or use it as a context manager.
 
     device_name: of the GPU; the MFU is a share of its peak. Unknown GPUs, CPUs and fp32 runs have no MFU.
-    Raises ValueError if log.dir or a sink cannot be written, or its package is not installed. A disk that is full or
-    fails is one warning: a run that starts again after a fault goes on without these records.
+    metrics: on rank 0, metrics.jsonl. last_step: the last iteration of this process, if there is one.
+    Raises ValueError if log.dir or a sink cannot be written, or its package is not installed. A full or failing disk is
+    one warning: a run that restarts after a fault goes on without these records.
     """
 
     def __init__(self, cfg: Config, rank: int, world: int, device_name: str = "cpu"):
@@ -76,10 +71,13 @@ class Log(AbstractContextManager):
         self._recent: deque[Iteration] = deque(maxlen=RECENT)
         self._skipped_total = self._nan_total = self._steps = 0
         self._seconds, self._val_loss, self._begun = 0.0, None, datetime.now()
-        self._rank_log = self._metrics = self._dllogger = self._errors = None
+        self._rank_log: File | None = None
+        self.metrics: File | None = None
+        self._dllogger: File | None = None
+        self._errors: Path | None = None
         self._sinks: list[Sink] = []
-        self._startup: Startup | None = None
         self._warned = False
+        self._show_warning = warnings.showwarning
         if cfg.log.dir is not None:
             self._open(Path(cfg.log.dir).expanduser())
         for name, make in SINKS.items() if rank == 0 else ():
@@ -92,71 +90,49 @@ class Log(AbstractContextManager):
                     raise
                 self._warn(f"log.{name}", full)
 
-    def start(self, startup: Startup | None = None, **facts: float | str | None) -> None:
-        """Write the `run` record of metrics.jsonl: facts known before the first step, as the unigram entropy.
-
-        startup: goes to a record `start`, and to the log, after the first step.
-        """
-        self._startup = startup
-        self._record("run", world=self.world, **facts)
-
-    def ready(self) -> None:
-        """Note that the first step begins."""
-        if self._startup is not None:
-            self._startup.mark("prepare")
-
-    def places(self, places: Sequence[str]) -> None:
-        """Record the host and the GPU of every rank."""
-        self._record("places", places=places)
-
-    def own_times(self, step: int, seconds: Sequence[float], slow: Sequence[int]) -> None:
-        """Record each rank's seconds of work of its own in the steps up to `step` (median), and which are slow."""
-        self._record("ranks", step=step, own_seconds=[float(f"{x:.4g}") for x in seconds], slow=slow)
+    @property
+    def last_step(self) -> int | None:
+        return self._recent[-1].step if self._recent else None
 
     def iteration(self, it: Iteration) -> None:
-        """Record a step; every log.every steps, and after the last, also print the line. Every rank calls it."""
+        """Record a step. Every log.every steps, and after the last one, also print the line. All ranks call it."""
         self._skipped_total += int(it.skipped)
         self._nan_total += int(it.nan)
         self._steps, self._seconds = self._steps + 1, self._seconds + it.seconds
         self._since_line.append(it)
         self._recent.append(it)
         self._record_step(it)
-        if self._startup is not None:
-            self._startup.parts["first_step_seconds"] = round(it.seconds, 3)
-            self._record("start", step=it.step, **self._startup.parts)
-            self.info(self._startup.describe())
-            self._startup = None
         if it.step % self.cfg.log.every == 0 or it.step == self.cfg.train.steps:
             self.info(self._format(self._line()), self.world - 1)
             self._since_line = []
 
     def evaluation(self, step: int, loss: float, seconds: float = 0.0) -> None:
-        """Record and print the mean loss on the validation data after `step`, which took so many seconds."""
+        """Record and print the mean loss on the validation data after `step`. seconds: of the evaluation."""
         self._val_loss = loss
-        self._record("eval", step=step, loss=loss, seconds=seconds)
+        self.record("eval", step=step, loss=loss, seconds=seconds)
         perplexity = math.exp(min(20.0, loss))  # as Megatron bounds it
         line = f" validation loss at iteration {step} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
         self.info(self._format(self._line()) if self.cfg.log.format == "nemo" else line, self.world - 1)
 
-    def saved(self, step: int, seconds: float, local: bool) -> None:
-        """Record that a save of `step` is whole, so long after it began. From any thread."""
-        self._record("save", step=step, seconds=seconds, local=local)
+    def record(self, kind: str, **values) -> None:
+        """Write a row to metrics.jsonl, whole or not at all; numbers of steps and evaluations also to the sinks.
 
-    def end(self, stall_seconds: float, goodput_of: Callable[[Path, dict], Goodput | None]) -> None:
-        """Record the end of the training, and where the time of all its starts went; write that to the log, too.
-
-        stall_seconds: how long the end waited for a save. goodput_of: measures a metrics.jsonl and the row behind it.
+        Any thread may call it.
         """
-        if self._metrics is None or not self._recent:
-            return
-        goodput = goodput_of(self._metrics.path, {"kind": "end", "time": time.time(), "stall_seconds": stall_seconds})
-        shares = {} if goodput is None else goodput.shares
-        self._record("end", step=self._recent[-1].step, stall_seconds=stall_seconds, shares=shares)
-        if goodput is not None:
-            self.info(str(goodput))
+        if self.metrics is not None:
+            row = {"kind": kind, "time": time.time(), **_finite(values)}
+            self._append(self.metrics, json.dumps(row, allow_nan=False) + "\n")
+        if self._sinks and kind in ("step", "eval"):
+            step = values.pop("step")
+            scalars = log_formats.flattened(_finite(values), kind)
+            for sink in self._sinks:
+                try:
+                    sink.record(step, {k: v for k, v in scalars.items() if v is not None})
+                except OSError as error:
+                    self._warn(sink.path, error)
 
     def summary(self) -> None:
-        """Report the mean of the last steps, as NVIDIA's fine-tuning recipes do, since the first steps are slower."""
+        """Print the mean of the last steps, as NVIDIA's fine-tuning recipes do: the first steps are slower."""
         iterations, t = list(self._recent), self.cfg.train
         if iterations:
             seconds, rates = sum(it.seconds for it in iterations) / len(iterations), self._rates(iterations)
@@ -166,47 +142,51 @@ class Log(AbstractContextManager):
             self.info(f"{mean}, tokens per second: {tokens}{mfu}")
 
     def info(self, text: str, rank: int = 0) -> None:
-        """Write from one rank to stdout and to its log. The other ranks, which have the same text, write nothing."""
+        """Write to stdout and to the log of one rank. The other ranks, which have the same text, write nothing."""
         if self.rank != rank:
             return
         self._note(text)
         encoding = sys.stdout.encoding or "utf-8"  # some cannot encode the blocks of a progress bar
         try:
             print(text.encode(encoding, "replace").decode(encoding), file=sys.stdout, flush=True)
-        except BrokenPipeError:  # nobody reads it any more: as in other programs, this is the end
+        except BrokenPipeError:  # the reader has gone: this ends the run, as it ends other programs
             raise
         except OSError as error:
             self._warn("stdout", error)
 
     def warn(self, text: str) -> None:
-        """Write as `info` does, and from rank 0 to errors.log, since all ranks give the same warning."""
+        """Write as `info` does, and from rank 0 to errors.log, since all ranks have the same warning."""
         self.info(text)
-        if self._errors is not None and self.rank == 0:
-            self._errors.write(f"warning: {text}")
+        if self.rank == 0:
+            self._error(f"warning: {text}")
 
     def alarm(self, text: str, traceback: str = "") -> None:
-        """Write to this rank's log, to errors.log and to stderr; to stderr without the traceback if the log has it."""
+        """Write to this rank's log, to errors.log and to stderr. stderr has no traceback if the log has it."""
         logged = "\n".join(filter(None, (text, traceback)))
         self._note(logged)
-        if self._errors is not None:
-            self._errors.write(logged)
-        self._say(text if self._rank_log and not self._rank_log.lost else logged)
+        self._error(logged)
+        self._stderr(text if self._rank_log and not self._rank_log.lost else logged)
 
     def close(self) -> None:
-        for file in filter(None, (self._rank_log, self._metrics, self._dllogger, *self._sinks, self._errors)):
+        for file in filter(None, (self._rank_log, self.metrics, self._dllogger, *self._sinks)):
             file.close()
-        self._rank_log = self._metrics = self._dllogger = self._errors = None
+        if warnings.showwarning == self._python_warning:
+            warnings.showwarning = self._show_warning
+        self._rank_log = self.metrics = self._dllogger = self._errors = None
         self._sinks = []
 
     def __exit__(self, _, error: BaseException | None, __) -> None:
-        if self._errors is not None and error is not None:
-            self._errors.ended(error)
+        """Write the error that ends the rank to errors.log: as one line if stderr has one, else with its traceback."""
+        if isinstance(error, SystemExit) and (why := why_it_ended(error)):
+            self._error(why)
+        elif isinstance(error, Exception):
+            self._error("".join(traceback.format_exception(error)))
         self.close()
 
     # ---- figures ------------------------------------------------------------------------------------------------
 
     def _line(self) -> Line:
-        iterations = tuple(self._since_line) or (self._recent[-1],)  # an evaluation comes after the step's own line
+        iterations = tuple(self._since_line) or (self._recent[-1],)  # an evaluation comes after the line of its step
         t, rates, now = self.cfg.train, self._rates(iterations), datetime.now()
         mfu = None if self.peak is None else rates["full"] / self.peak
         return Line(
@@ -234,9 +214,9 @@ class Log(AbstractContextManager):
     def _open(self, folder: Path) -> None:
         try:
             self._rank_log = File(folder / f"rank-{self.rank}.log", now=self.rank == 0)
-            self._errors = ErrorLog(folder, self.rank)
+            self._errors, warnings.showwarning = folder / "errors.log", self._python_warning
             if self.rank == 0:
-                self._metrics = File(folder / "metrics.jsonl")
+                self.metrics = File(folder / "metrics.jsonl")
                 self._dllogger = File(folder / "dllogger.json")
                 self._append(self._dllogger, self._dllog("PARAMETER", log_formats.flattened(asdict(self.cfg), "cfg")))
                 (folder / "config.yaml.new").write_text(to_yaml(self.cfg), encoding="utf-8")
@@ -248,7 +228,18 @@ class Log(AbstractContextManager):
             why = f"cannot be written: {error.strerror}; name another directory, or null for none"
             raise ValueError(f"log.dir={self.cfg.log.dir} {why}") from None
 
-    def _say(self, text: str) -> None:
+    def _error(self, text: str) -> None:
+        """Append a record to errors.log, in one write. If that fails, this rank's log and stderr still have it."""
+        if self._errors is not None:
+            record = f"{datetime.now():%Y-%m-%d %H:%M:%S} rank {self.rank}: {text.rstrip()}\n".encode(errors="replace")
+            with suppress(OSError), append_to(self._errors) as file:
+                file.write(record)
+
+    def _python_warning(self, message, category, filename, lineno, file=None, line=None) -> None:
+        self._error(warnings.formatwarning(message, category, filename, lineno, line))
+        self._show_warning(message, category, filename, lineno, file, line)
+
+    def _stderr(self, text: str) -> None:
         """Write to stderr at once, since other ranks write there, too. It may be closed, if torchrun has died."""
         with suppress(OSError):
             sys.stderr.write(text + "\n")
@@ -268,20 +259,20 @@ class Log(AbstractContextManager):
             self._warn(file.path, error)
 
     def _warn(self, where: Path | str, error: OSError) -> None:
-        """Warn once, from rank 0: the others write to the same disk, or note what is lost in their logs."""
+        """Warn once, from rank 0. Other ranks write to the same disk, or count lost messages in their logs."""
         if not self._warned and self.rank == 0:
             self._warned = True
             reason = (error.strerror or str(error)).lower()
             rest = "training goes on, and records are missing in the logs until there is room"
-            self._say(f"warning: {where} cannot be written: {reason}; {rest}")
+            self._stderr(f"warning: {where} cannot be written: {reason}; {rest}")
 
     def _record_step(self, it: Iteration) -> None:
-        if self._metrics is None and not self._sinks:
+        if self.metrics is None and not self._sinks:
             return
         if self._dllogger is not None:
             self._append(self._dllogger, self._dllog(it.step - 1, log_formats.dllogger_step(it)))
         t, rates = self.cfg.train, self._rates([it])
-        self._record(
+        self.record(
             "step",
             step=it.step,
             consumed_samples=it.consumed_samples,
@@ -300,24 +291,10 @@ class Log(AbstractContextManager):
             nan_total=self._nan_total,
         )
 
-    def _record(self, kind: str, **values) -> None:
-        """Write one line to metrics.jsonl, whole or not at all, and numbers of steps and evaluations to the sinks."""
-        if self._metrics is not None:
-            row = {"kind": kind, "time": time.time(), **_finite(values)}
-            self._append(self._metrics, json.dumps(row, allow_nan=False) + "\n")
-        if self._sinks and kind in ("step", "eval"):
-            step = values.pop("step")
-            scalars = log_formats.flattened(_finite(values), kind)
-            for sink in self._sinks:
-                try:
-                    sink.record(step, {k: v for k, v in scalars.items() if v is not None})
-                except OSError as error:
-                    self._warn(sink.path, error)
-
     def _dllog(self, step: int | str, data: dict) -> str:
         return log_formats.dllogger(step, _finite(data), datetime.now(), self._begun) + "\n"
 
 
 def _finite(values: dict) -> dict:
-    """Replace NaN and infinity, which JSON does not have, by None."""
+    """Replace NaN and infinity, which JSON lacks, by None."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}

@@ -1,11 +1,11 @@
-"""The iteration line and the step record, in the forms of the systems whose users, dashboards and parsers know them.
+"""The iteration line and the step record, in the forms that other systems' users, dashboards and parsers read.
 
     megatron        Megatron-LM with BigScience's TFLOPs; what the JUBE benchmark reads
     megatron-core   Megatron-LM today: a date, milliseconds, causal TFLOPs
     nemo            NeMo: a progress bar when pretraining, fields between bars when fine-tuning
     dllogger.json   NVIDIA DLLogger: "DLLL " and one JSON object a step
 
-Every function is pure: a `Line` holds what a line shows, and tests/runtime/test_log.py parses each form back with the
+Every function is pure: a `Line` holds the figures of a line, and tests/runtime/test_log.py parses each form with the
 patterns of the system that it imitates. NeMo and DLLogger count steps from 0 (`global_step` 49 is iteration 50, and
 `consumed_samples` are those of 50 steps), Megatron from 1; so do we in their forms.
 
@@ -56,7 +56,7 @@ class Iteration:
 
 @dataclass(frozen=True)
 class Line:
-    """What an iteration line shows of `iterations`, the steps since the line before.
+    """The figures of an iteration line. iterations: the steps since the line before.
 
     steps: of the whole run, of which this process has done `done` in `elapsed` seconds. batch: samples per step.
     tflops: per GPU, for each way to count (full, causal, hardware). mfu: a fraction. val_loss: of the last evaluation.
@@ -113,7 +113,7 @@ def megatron_core(line: Line) -> str:
 
 
 def nemo_bar(line: Line) -> str:
-    """Draw NeMo's bar as it is after the step. NeMo redraws one line; here each step has a line."""
+    """Draw NeMo's bar after the step. NeMo redraws one line; here each step has a line."""
     figures = {
         "reduced_train_loss": line.loss,
         "global_step": line.last.step - 1.0,

@@ -1,14 +1,13 @@
 """Figures of a step, read while the next one runs.
 
-Problem: to print a loss the host has to wait for the device, and a host that waits queues no work. The idea: when
-step n has been queued, begin to copy its figures to the host; when step n + 1 has been queued, wait for that copy and
-log it. A step's time is taken on the device, between the copies of two steps.
+Problem: to print a loss the host has to wait for the device, and a host that waits queues no work. The idea: after
+step n is queued, begin to copy its figures to the host. After step n + 1 is queued, wait for that copy and log it.
+A step's time is measured on the device, between the copies of two steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,17 +22,11 @@ from minitron.runtime.observer import Observer, StepDone
 GIB = 2**30
 
 
-class Watcher(Protocol):
-    """Receives the figures of each step."""
-
-    def saw(self, it: Iteration) -> None: ...
-
-
 class Meter(Observer):
     """Logs the figures of each step, device tensors, one step late. Collective over the world.
 
     memory(): bytes of the GPU in use at the peak, and now. stalls(): begin and end of each wait since the last call.
-    watchers: receive each step's figures after the log.
+    figures_to: called with the figures of each step, after the log.
     """
 
     def __init__(
@@ -42,18 +35,18 @@ class Meter(Observer):
         mesh: Mesh,
         memory: Callable[[], tuple[int, int]],
         stalls: Callable[[], Sequence[tuple[DeviceTime, DeviceTime]]],
-        *watchers: Watcher,
+        *figures_to: Callable[[Iteration], None],
     ):
-        self.log, self.mesh, self.memory, self.stalls, self.watchers = log, mesh, memory, stalls, watchers
+        self.log, self.mesh, self.memory, self.stalls, self.figures_to = log, mesh, memory, stalls, figures_to
         self.waiting: tuple[dict, Tensor, DeviceTime, Sequence[tuple[DeviceTime, DeviceTime]]] | None = None
         self.restart()
 
     def restart(self) -> None:
-        """Begin the next step's time now, so that it does not include an evaluation since the last step."""
+        """Begin the next step's time now. So it does not include an evaluation since the last step."""
         self.last = DeviceTime(self.mesh.device)
 
     def after(self, done: StepDone) -> None:
-        """Take the figures of a step that may still run, log those of the step before."""
+        """Begin to copy the figures of a step that may still run. Log those of the step before."""
         self.mesh.activity.begin("figures")
         values, known = done.figures, {"step": done.step, "consumed_samples": done.consumed_samples, "lr": done.lr}
         extra = torch.zeros(4, dtype=values.dtype, device=values.device)
@@ -78,7 +71,7 @@ class Meter(Observer):
         self.flush()
 
     def flush(self) -> None:
-        """Log the step that is still waiting, if there is one."""
+        """Log the last step, if its figures are not logged yet."""
         if self.waiting is None:
             return
         (known, host, copied, stalls), self.waiting = self.waiting, None
@@ -90,5 +83,5 @@ class Meter(Observer):
         stalled = min(seconds, sum(max(0.0, end.seconds_since(begin)) for begin, end in stalls))
         it = Iteration(**figures, **known, seconds=seconds, stall_seconds=stalled)
         self.log.iteration(it)
-        for watcher in self.watchers:
-            watcher.saw(it)
+        for receive in self.figures_to:
+            receive(it)

@@ -1,11 +1,11 @@
-"""What looks at a training loop: one protocol, in one order.
+"""Observers of a training loop: one protocol, one order.
 
     for step in steps:
         ... the step is queued on the device ...
         for observer in observers: observer.after(done)
     for observer in observers: observer.close()
 
-All ranks have the same observers in the same order, since most of them communicate. Their order is in `train.train`.
+All ranks have the same observers in the same order, since most of them communicate. `train.train` has the order.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 
 class StepDone(NamedTuple):
-    """A step that the host has queued, and the device may still run.
+    """A step that the host has queued, and that the device may still run.
 
     consumed_samples: by this step and all before. batches: of this rank. figures: loss, grad_norm, skipped, nan and the
     loss scale that the step used, [5] float64 on the device, equal on all ranks.
@@ -31,10 +32,23 @@ class StepDone(NamedTuple):
 
 
 class Observer:
-    """Looks at every step. A method that an observer does not need does nothing."""
+    """Is called after every step. The default of each method does nothing."""
 
     def after(self, done: StepDone) -> None:
-        """Look at a step that has been queued. No GPU may wait here."""
+        """Observe a step that has been queued. Must not wait for the device."""
 
     def close(self) -> None:
         """Finish what is under way after the last step."""
+
+
+class LateCopy:
+    """A copy of a device tensor to the host. It begins now, and `read` waits for it."""
+
+    def __init__(self, x: Tensor):
+        self.host = x.to("cpu", non_blocking=True)
+        self.arrival = torch.cuda.current_stream().record_event() if x.is_cuda else None
+
+    def read(self) -> Tensor:
+        if self.arrival is not None:
+            self.arrival.synchronize()
+        return self.host

@@ -1,8 +1,8 @@
-"""Run some steps under a profiler: where does the time go, and the memory?
+"""Run some steps under a profiler of time or memory.
 
-Problem: a trace of a whole run is too large to open, and its first steps, which compile and allocate, say nothing about
-the others. The idea: `profiled` is the range of steps itself. It starts the profiler before profile.start_step and
-stops it after profile.end_step, on profile.ranks alone:
+Problem: a trace of a whole run is too large to open, and its first steps, which compile and allocate, are not like the
+others. The idea: `profiled` is the range of steps itself. It starts the profiler before profile.start_step and stops it
+after profile.end_step, only on profile.ranks:
 
     for step in profiled(range(1, 51), cfg, mesh, log):     profile.kind=torch profile.start_step=41 profile.end_step=43
         ...                                                 -> log.dir/profile-rank-0.json and .txt
@@ -12,10 +12,10 @@ stops it after profile.end_step, on profile.ranks alone:
     torch   a Chrome trace (ui.perfetto.dev opens it) and a table of the operations that took longest
     memory  a snapshot of the allocator, with the Python stack of each allocation, for pytorch.org/memory_viz
 
-The host runs ahead of a GPU, so it waits for the device before the first and after the last of these steps, and nowhere
-else: the profile has all of their work and no other. A loop that ends early, for example out of memory, leaves the
-profile up to there. A disk without room costs the profile, not the run.
-Left out: NVTX ranges of single operations, which would slow the steps that are measured.
+The host runs ahead of a GPU, so it waits for the device before the first and after the last of these steps, and only
+there: the profile has all of their work and no other work. A loop that ends early, for example out of memory, leaves
+the profile up to there. A full disk costs the profile, not the run.
+Left out: NVTX ranges of single operations, which would slow the measured steps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from minitron.runtime.log import Log
 TABLE_ROWS = 40
 MEMORY_EVENTS = 1_000_000  # the last allocations and frees that a snapshot holds
 
-# Of a started profiler: mark(name) is a context that marks a step in the trace; stop() says where to find the profile.
+# Of a started profiler: mark(name) is a context that marks a step in the trace; stop() returns where the profile is.
 Started = tuple[Callable[[str], AbstractContextManager], Callable[[], str]]
 
 
@@ -117,7 +117,7 @@ def _memory(stem: Path, _) -> Started:
 
 @contextmanager
 def _whole(path: str) -> Iterator[Path]:
-    """Remove the file that is written inside if writing it fails half-way."""
+    """Remove the file that is written inside if the write fails."""
     try:
         yield Path(path)
     except OSError:

@@ -1,17 +1,17 @@
-"""Where the ranks of one start meet: in a part of the key-value store that no earlier start has used.
+"""How the ranks of one start meet: in a part of the key-value store that no earlier start has used.
 
 Problem: when `torchrun --max-restarts` starts ranks again it keeps its store, and so the keys of the ranks that died.
 torch writes the same keys once more, but a rank that reads too early gets an old value (the address of a dead rank, an
 old NCCL id) and waits for that until the timeout (pytorch/pytorch#135712). torchrun's count of restarts does not help:
 each node has its own. The idea: ranks start only after all ranks of the start before have ended. So rank 0 numbers the
-starts, and answers whoever asks with the number of the new one.
+starts, and answers the question of each rank with the number of the new one.
 
-    rank 2   I ask question 7                  reads answer 7: this is start 3    counts itself into start 3
+    rank 2   question 7                        reads answer 7: this is start 3    counts itself into start 3
     rank 0   this is start 3, answers 1 to 7                                      until all are counted
 
 A reply to a rank that has died is harmless: every question has its own number.
 
-The store takes any value from anyone who reaches its port. So our own messages are signed, if the ranks share a secret.
+Any program that reaches the store's port can write to it. So our messages are signed, if the ranks share a secret.
 
 A rank that cannot join the others ends with one line: a name does not resolve, an address is not served, a rank is
 missing, or process groups cannot be made. The thread of `signals.Listener` measures the time, since the main thread may
@@ -77,7 +77,7 @@ class Signer:
 
 
 class SignedStore:
-    """The store as the ranks use it for their own messages: what others write there is ignored."""
+    """The store for signed messages of the ranks. Values that others write are ignored."""
 
     def __init__(self, store: dist.Store, signer: Signer):
         self._store, self._signer = store, signer
@@ -107,7 +107,7 @@ class SignedStore:
             text = self._signer.open(key, found)
             if text is not None and found != expected:
                 return text
-            # If the key is not there, which anyone can bring about, the store returns what it was to find.
+            # If the key is missing, since anyone can delete it, the store returns the expected value.
             expected = b"" if found == expected else found
 
 
@@ -125,32 +125,32 @@ def joined(
     failed = f"error: rank {rank} on {socket.gethostname()} cannot join the other ranks at {f'{host}:{port}'!r}:"
     activity = Activity()
 
-    def look() -> None:
+    def check() -> None:
         if activity.idle() > seconds:
-            listener.end(f"{failed} {activity.action} ({seconds:.0f} s)", LOST)
+            listener.exit_now(f"{failed} {activity.action} ({seconds:.0f} s)", LOST)
 
-    before, listener.look = listener.look, look
     try:
-        activity.begin("the name does not resolve; set MASTER_ADDR to a name or address that every node can look up")
-        _resolve(host, min(seconds / 2, NAME_SECONDS))
-        activity.begin(
-            "no store can be reached there, since nothing listens or another program does; look at rank 0, and check "
-            "MASTER_ADDR, MASTER_PORT and the firewall between the nodes"
-        )
-        serves = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun does
-        with _no_stderr_of_c():
-            whole = dist.TCPStore(host, port, world, serves, timeout, wait_for_workers=False, multi_tenant=True)
-            activity.begin(f"{'not all ranks have' if rank == 0 else 'rank 0 has not'} come; {AGAIN}")
-            store = SignedStore(dist.PrefixStore("minitron", whole), signer)
-            start, drawn = _answer(store, world, 0.9 * seconds) if rank == 0 else _ask(store, rank)
-            signer.enter(f"{start}/{drawn}")
-        activity.begin(f"the process groups were not made, most likely because another rank has died; {AGAIN}")
-        yield dist.PrefixStore(f"start-{start}", whole), rank, world
+        with listener.every_second(check):
+            activity.begin(
+                "the name does not resolve; set MASTER_ADDR to a name or address that every node can look up"
+            )
+            _resolve(host, min(seconds / 2, NAME_SECONDS))
+            activity.begin(
+                "no store can be reached there, since nothing listens or another program does; look at rank 0, and "
+                "check MASTER_ADDR, MASTER_PORT and the firewall between the nodes"
+            )
+            serves = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun does
+            with _no_stderr_of_c():
+                whole = dist.TCPStore(host, port, world, serves, timeout, wait_for_workers=False, multi_tenant=True)
+                activity.begin(f"{'not all ranks have' if rank == 0 else 'rank 0 has not'} come; {AGAIN}")
+                store = SignedStore(dist.PrefixStore("minitron", whole), signer)
+                start, drawn = _answer(store, world, 0.9 * seconds) if rank == 0 else _ask(store, rank)
+                signer.enter(f"{start}/{drawn}")
+            activity.begin(f"the process groups were not made, most likely because another rank has died; {AGAIN}")
+            yield dist.PrefixStore(f"start-{start}", whole), rank, world
     except (OSError, RuntimeError, UnicodeError) as error:
         listener.alarm(f"{failed} {activity.action} ({first_line(error)})")
         raise SystemExit(LOST) from None
-    finally:
-        listener.look = before
 
 
 def connect(signer: Signer) -> SignedStore:

@@ -1,24 +1,26 @@
-"""Listen for signals and for the end of torchrun, from a process's first moment to its last.
+"""Listen for signals, for the end of torchrun and for hangs, from a process's first moment to its last.
 
 Problem: Python runs the handler of a signal in the main thread, between two steps of its interpreter, and that thread
-may stand in C for minutes: in a rendezvous, in a collective. A rank whose torchrun was killed (`kill -9`) is not
-told: it trains on or waits for ever, and keeps its GPU. The idea: a thread.
+may be in C for minutes: in a rendezvous, in a collective. A rank does not learn that its torchrun was killed
+(`kill -9`): it trains on or waits forever, and keeps its GPU. The idea: a thread.
 
-1. The numbers of signals go to the thread by a socket (`signal.set_wakeup_fd`). They are blocked in all other threads,
-   because torch's store prints a page of errors when a signal interrupts it in a wait.
-2. If torchrun started the process, the thread checks once a second that the parent process is still the same. A process
-   without torchrun may lose its parent on purpose (nohup, setsid).
+1. The numbers of signals go to the thread through a socket (`signal.set_wakeup_fd`). They are blocked in all other
+   threads, because torch's store prints a page of errors when a signal interrupts it in a wait.
+2. Once a second the thread runs the checks of a rendezvous, of a stop and of the watch over hangs. If torchrun started
+   the process, it also checks that the parent process is still the same. A process without torchrun may lose its parent
+   on purpose (nohup, setsid).
+3. A rank whose main thread cannot end is ended here: a last line, then os._exit, whatever the line does.
 
     imports, data, rendezvous, model    SIGINT and SIGTERM end the process with one line; SIGUSR1 waits for the training
-    training                            `stop.Stop` takes all three
+    training                            `stop.Stop` handles all three
     afterwards                          SIGINT and SIGTERM end the process without a line
     always                              a rank ends when its torchrun has died; SIGBUS ends it, after a line
 
-SIGBUS comes from an instruction that uses a mapped file which has become shorter, or whose disk fails. A handler of
-Python's would run after that instruction, so never. Ours is called by the C library, and takes the interpreter's lock.
+SIGBUS comes from an instruction that uses a mapped file which has become shorter, or whose disk fails. A Python handler
+would run after that instruction, so never. The C library calls ours, which takes the interpreter's lock.
 
 A SIGINT that is ignored when the process starts, as in the background of a script, stays ignored.
-Left out: C code that holds the interpreter's lock for ever, which stops this thread, too. Collectives release it.
+Left out: C code that holds the interpreter's lock forever, which stops this thread, too. Collectives release it.
 """
 
 from __future__ import annotations
@@ -32,23 +34,22 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 
 from minitron.runtime.status import LOST
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-LOOK_SECONDS = 1.0
+TICK_SECONDS = 1.0
 LINE_SECONDS = 5.0  # that a last line may take
 SIGACTION, SA_SIGINFO, SI_ADDR = "P128xiP", 4, 16  # C's struct of 64-bit Linux; where siginfo_t has the address
 
 
 class Listener:
-    """Listens from `open` to `close`, or as a context manager. No torch is needed for it.
+    """Listens from `open` to `close`, or as a context manager. Needs no torch.
 
-    The thread calls hear(signal) for each signal and look() about once a second; alarm(text) writes a last line. All
-    three may be replaced at any time. kept: SIGUSR1 if it came before the training, else 0. torchrun: whether torchrun
-    (or our supervisor) started this process, as its `environ` tells. begun: the time when this listener was made.
+    kept: SIGUSR1 if it came before the training, else 0. torchrun: whether torchrun (or our supervisor) started this
+    process, as its `environ` tells. begun: the time when this listener was made.
     """
 
     def __init__(self, environ: Mapping[str, str]):
@@ -56,13 +57,33 @@ class Listener:
         self.torchrun, self.parent = "TORCHELASTIC_RUN_ID" in environ, os.getppid()
         self.quiet = environ.get("LOCAL_RANK", "0") != "0"  # the node's first rank writes the line for all
         self.alarm: Callable[[str], object] = _to_stderr
-        self.kept, self.hear, self.look = 0, self._end_start, lambda: None
+        self.kept, self.on_signal = 0, self._end_start
+        self.checks: list[Callable[[], None]] = []
+        self.checking = threading.Lock()
+
+    def report_to(self, alarm: Callable[[str], object]) -> None:
+        """Write last lines by alarm(text) from now on, instead of to stderr."""
+        self.alarm = alarm
+
+    def handle(self, on_signal: Callable[[signal.Signals], None]) -> None:
+        """Call on_signal, in the thread, for each signal from now on."""
+        self.on_signal = on_signal
+
+    @contextmanager
+    def every_second(self, check: Callable[[], None]) -> Iterator[None]:
+        """Call check(), in the thread, about once a second while inside. The end waits for a call under way."""
+        self.checks.append(check)
+        try:
+            yield
+        finally:
+            with self.checking:
+                self.checks.remove(check)
 
     def open(self) -> Listener:
         heard, self.wire = socket.socketpair()
         self.wire.setblocking(False)
         self.numbers = [n for n in SIGNALS if n != signal.SIGINT or signal.getsignal(n) != signal.SIG_IGN]
-        self.before = self.take()
+        self.before = self.install_handlers()
         self.on_bus_error = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(self._bus_error)
         action = struct.pack(SIGACTION, ctypes.cast(self.on_bus_error, ctypes.c_void_p).value, SA_SIGINFO, 0)
         self.before_bus_error = ctypes.create_string_buffer(len(action))
@@ -72,10 +93,10 @@ class Listener:
         threading.Thread(target=self._listen, args=[heard], name="signals", daemon=True).start()
         return self
 
-    def take(self) -> dict:
-        """Set handlers of ours, so that the numbers go to the wire; return the handlers before.
+    def install_handlers(self) -> dict:
+        """Set our handlers, so that the numbers go to the wire; return the handlers before.
 
-        Call it more than once: LLVM, in Triton's compiler, takes SIGUSR1 for itself when it compiles its first kernel.
+        Call it again later: LLVM, in Triton's compiler, replaces the handler of SIGUSR1 at its first kernel.
         """
         return {number: signal.signal(number, lambda *_: None) for number in self.numbers}
 
@@ -93,21 +114,22 @@ class Listener:
     def __exit__(self, *_) -> None:
         self.close()
 
-    def end(self, text: str, status: int) -> None:
-        """End this process at once, whatever its main thread does; `text` says why, unless nothing takes it in time."""
+    def exit_now(self, text: str, status: int) -> None:
+        """End this process, in any state of its main thread. `text` gives the reason, unless its write hangs."""
+        self.exit_within(LINE_SECONDS, status)  # a disk hangs, or a pipe is full
         try:
-            self._last_line(text, status)
+            self.alarm(text)
         finally:
             os._exit(status)
 
-    def _last_line(self, text: str, status: int) -> None:
-        late = threading.Timer(LINE_SECONDS, os._exit, [status])  # a disk stands still, or a full pipe
-        late.daemon = True
-        late.start()
-        self.alarm(text)
+    def exit_within(self, seconds: float, status: int) -> None:
+        """End this process after so many seconds, in any state of its threads."""
+        end = threading.Timer(seconds, os._exit, [status])
+        end.daemon = True
+        end.start()
 
     def _bus_error(self, number: int, info: int, _: int) -> None:
-        """Write a line that names the file. Then the instruction runs again, and now the signal ends the process."""
+        """Write a line that names the file. Then the instruction runs again, and the signal ends the process."""
         ctypes.CDLL(None).sigaction(number, self.before_bus_error, None)
         address, found = ctypes.c_void_p.from_address(info + SI_ADDR).value, "memory of no file"
         with open("/proc/self/maps") as maps:
@@ -115,12 +137,13 @@ class Listener:
                 begin, end = (int(part, 16) for part in span.split("-"))
                 found = path if begin <= address < end else found
         why = f"{found} is mapped and cannot be read: it is shorter than it was, or its disk fails"
-        self._last_line(f"SIGBUS: {why}\n{''.join(traceback.format_stack())}", 128 + number)
+        self.exit_within(LINE_SECONDS, 128 + number)
+        self.alarm(f"SIGBUS: {why}\n{''.join(traceback.format_stack())}")
 
     def _listen(self, heard: socket.socket) -> None:
         """Read the numbers of signals from the wire until it is closed."""
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self.numbers)
-        heard.settimeout(LOOK_SECONDS)
+        heard.settimeout(TICK_SECONDS)
         while True:
             try:
                 number = heard.recv(1)
@@ -129,15 +152,17 @@ class Listener:
             if not number:
                 return heard.close()
             if self.torchrun and os.getppid() != self.parent:
-                self.end("torchrun, which started this rank, has died: the rank ends without saving", LOST)
+                self.exit_now("torchrun, which started this rank, has died: the rank ends without saving", LOST)
             if number[0] in SIGNALS:
-                self.hear(signal.Signals(number[0]))
-            else:
-                self.look()
+                self.on_signal(signal.Signals(number[0]))
+                continue
+            with self.checking:
+                for check in self.checks:
+                    check()
 
     def finish(self) -> None:
-        """End the process without a line at SIGINT or SIGTERM from now on: the training is over."""
-        self.hear, self.look = self._end_quietly, lambda: None
+        """From now on end the process without a line at SIGINT or SIGTERM: the training is over."""
+        self.on_signal = self._end_quietly
 
     def _end_start(self, number: signal.Signals) -> None:
         if number == signal.SIGUSR1:
@@ -145,7 +170,7 @@ class Listener:
         elif self.quiet:
             self._end_quietly(number)
         else:
-            self.end(f"{number.name} during the start: ended before the first step", 128 + number)
+            self.exit_now(f"{number.name} during the start: ended before the first step", 128 + number)
 
     def _end_quietly(self, number: signal.Signals) -> None:
         if number != signal.SIGUSR1:

@@ -1,15 +1,15 @@
-"""Where the figures of a run go beside its own files: TensorBoard, Weights & Biases, Prometheus.
+"""Send the figures of a run to TensorBoard, Weights & Biases and Prometheus, beside its own files.
 
-    log.tensorboard=true     event files in log.dir/tensorboard, or in a directory that is named
+    log.tensorboard=true     event files in log.dir/tensorboard, or in the given directory
     log.wandb=PROJECT        a run of W&B in that project; WANDB_MODE=offline writes it to log.dir/wandb alone
     log.prometheus=9400      http://HOST:9400/metrics of rank 0's node, as gauges minitron_step_loss, minitron_step_mfu;
-                             127.0.0.1:9400: at this address only
+                             127.0.0.1:9400: only at this address
 
-Each takes the record that metrics.jsonl has, as `step/loss`, `step/tflops/full`, `eval/loss`, and the first two the
-configuration. Rank 0 alone has them. Their packages are extras, imported where they are asked for.
+Each gets the rows of metrics.jsonl, as `step/loss`, `step/tflops/full`, `eval/loss`; the first two also get the
+configuration. Only rank 0 has them. Their packages are extras, imported if a key needs them.
 
-A W&B run that goes on from a checkpoint goes on there, too: its id is in log.dir/wandb.id. Steps after going back are
-drawn over the old ones, since `step` is a figure like the others, not W&B's own count, which never falls.
+A run that resumes from a checkpoint also resumes its W&B run: the id is in log.dir/wandb.id. If it goes back, its steps
+are drawn over the old ones: `step` is a figure like the others, and not W&B's own count, which cannot fall.
 
 Left out: histograms and pictures; alerts, which Prometheus has; MLflow, which reads TensorBoard's files.
 """
@@ -35,22 +35,22 @@ from minitron.config.installed import pip_install
 from minitron.config.schema import Config
 from minitron.config.text import to_yaml
 
-# A disk that is full or fails, a mount that is away for a moment, too many open files: no mistake of the user.
+# A full or failing disk, a mount that is away for a moment, too many open files: no mistake of the user.
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE
 
 
 def append_to(path: Path) -> io.FileIO:
-    """Open a file to append to it, and make its folder if there is none. Raises OSError."""
+    """Open a file to append to it, and make its folder if it is missing. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return open(path, "ab", buffering=0)
 
 
 class File:
-    """A file to which any thread appends whole records. lost: how many have failed since the last that was written.
+    """A file to which any thread appends whole records. lost: how many have failed since the last success.
 
     now: whether to open it, and so to create it, before the first record.
-    After a failure each record opens the file anew, since a mount that comes back has forgotten what was open.
-    Raises OSError if the file cannot be opened, but not for a disk that is full or fails: records then do that.
+    After a failure each record opens the file again, since a mount that comes back has no open files.
+    Raises OSError if the file cannot be opened. If the disk is full or fails, `write` raises it instead.
     """
 
     def __init__(self, path: Path, now: bool = True):
@@ -87,7 +87,7 @@ class File:
             self._close()
 
     def _cut(self, file: io.FileIO) -> None:
-        """Cut off a half-written record, if there is one."""
+        """Cut off a half-written record."""
         if self._torn is not None:
             if self._torn < file.seek(0, os.SEEK_END):
                 file.truncate(self._torn)
@@ -101,7 +101,7 @@ class File:
 
 
 class Board(File):
-    """An event file for TensorBoard, whose own writer dies with a traceback in a thread when the disk is full."""
+    """An event file for TensorBoard. TensorBoard's own writer dies with a traceback in a thread if the disk is full."""
 
     def __init__(self, cfg: Config):
         wanted = cfg.log.tensorboard
@@ -140,7 +140,7 @@ class Board(File):
 
 
 class Wandb:
-    """A run of Weights & Biases, which a process of its own sends on. Raises ValueError if it cannot be begun."""
+    """A run of Weights & Biases. A separate process sends it. Raises ValueError if it cannot be begun."""
 
     def __init__(self, cfg: Config):
         where, self.path = f"log.wandb={cfg.log.wandb}", "Weights & Biases"
@@ -161,16 +161,16 @@ class Wandb:
         self._run.define_metric("*", step_metric="step")
 
     def record(self, step: int, scalars: dict[str, float]) -> None:
-        """Hand a step's scalars to the process that sends them."""
+        """Give a step's scalars to the process that sends them."""
         self._run.log(scalars | {"step": step})
 
     def close(self) -> None:
-        """Wait until all is sent, or written. Inside of an exception the run is marked as failed."""
+        """Wait until everything is sent, or written. In an exception the run is marked as failed."""
         self._run.finish(exit_code=int(sys.exc_info()[0] is not None))
 
 
 class Prometheus:
-    """Gauges of the last step and evaluation, which Prometheus asks for. Raises ValueError if the port is taken."""
+    """Gauges of the last step and evaluation, which Prometheus reads. Raises ValueError if the port is in use."""
 
     def __init__(self, cfg: Config):
         where, self.path = f"log.prometheus={cfg.log.prometheus}", "Prometheus"
@@ -209,7 +209,7 @@ class Prometheus:
 
 
 class _Server(socketserver.TCPServer):
-    """Serve a page over HTTP, to one connection after another: a client costs one descriptor and ANSWER_SECONDS."""
+    """Serve a page over HTTP, one connection at a time: a client costs one descriptor and ANSWER_SECONDS."""
 
     allow_reuse_address, request_queue_size, ANSWER_SECONDS = True, 8, 1.0
 
@@ -222,9 +222,9 @@ class _Answer(socketserver.BaseRequestHandler):
     server: _Server
 
     def handle(self) -> None:
-        """Send the page to any request that is whole in time."""
+        """Send the page to any request that is complete in time."""
         deadline, request = monotonic() + self.server.ANSWER_SECONDS, b""
-        with suppress(OSError):  # the client is late, or gone
+        with suppress(OSError):  # the client is late, or has disconnected
             while b"\r\n\r\n" not in request:
                 self.request.settimeout(max(deadline - monotonic(), 0.001))
                 part = self.request.recv(4096)
@@ -238,7 +238,7 @@ class _Answer(socketserver.BaseRequestHandler):
 
 
 def _run_id(folder: Path) -> str:
-    """Return the id of this folder's W&B run, a new one the first time. Raises OSError."""
+    """Return the id of this folder's W&B run; make one the first time. Raises OSError."""
     path = folder / "wandb.id"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@
     prepare   the loader, and the host's memory for saves
     first_step
 
-A graph of the step is captured some steps later; its own line says how long that took.
+A graph of the step is recorded some steps later. Its own line has its seconds.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from collections.abc import Mapping
 from time import time
 
 from minitron.config.files import errors_as, parse_json
+from minitron.runtime.log import Log
+from minitron.runtime.log_formats import Iteration
 
 
 class Startup:
-    """The parts so far, in seconds. begun: the time at the rank's first line."""
+    """parts: seconds of each part so far. begun: the time at the rank's first line."""
 
     def __init__(self, environ: Mapping[str, str], begun: float):
         text = environ.get("MINITRON_ROUND", "{}")  # from the supervisor, if there is one
@@ -29,7 +31,7 @@ class Startup:
         with errors_as(ValueError, line, ValueError, TypeError, AttributeError, OverflowError):
             round_ = parse_json(text)
             sum(round_.values(), 0.0)  # they are numbers
-        self.parts, self.last = round_, round_.pop("at", begun)
+        self.begun, self.parts, self.last = begun, round_, round_.pop("at", begun)
         self.mark("start", begun)
         self.mark("import")
 
@@ -38,8 +40,12 @@ class Startup:
         now = time() if now is None else now
         self.parts[f"{part}_seconds"], self.last = round(now - self.last, 3), now
 
-    def describe(self) -> str:
-        """Return the line of the log."""
+    def on_figures(self, log: Log, it: Iteration) -> None:
+        """After the first step, write its row and its line."""
+        if "first_step_seconds" in self.parts:
+            return
+        self.parts["first_step_seconds"] = round(it.seconds, 3)
+        log.record("start", step=it.step, **self.parts)
         seconds = {name.removesuffix("_seconds"): s for name, s in self.parts.items() if name.endswith("_seconds")}
         parts = ", ".join(f"{name} {s:.1f}" for name, s in seconds.items())
-        return f"{sum(seconds.values()):.1f} s to the first step: {parts}"
+        log.info(f"{sum(seconds.values()):.1f} s to the first step: {parts}")

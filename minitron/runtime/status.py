@@ -1,7 +1,36 @@
-"""Exit statuses of ranks and supervisors. They tell the cause of a failure from its consequences."""
+"""How a process ends: its exit status, which tells a cause from its consequences, and one line that gives the reason.
+
+A user's mistake and a RunError end in `config.cli.user_errors`: one line on stderr, and a status. A rank whose main
+thread cannot end ends in `runtime.signals.Listener.exit_now`, also with one line. Every other error is a mistake of
+ours and ends with a traceback.
+"""
+
+from __future__ import annotations
+
+from minitron.config.text import short
 
 HUNG = 124  # as of timeout(1)
 LOST = 125  # a collective failed, or the ranks could not meet: another rank or torchrun has died
-BROKEN = 17  # the rank's own device computes wrongly, see optim/rerun.py: a restart does without the node
+BROKEN = 17  # this rank's device computes wrong results, see optim/rerun.py: a restart leaves its node out
 TAKEN = 18  # another run saves in checkpoint.dir now, see checkpoint/directory.py: a restart would take it back
-REQUEUE = 75  # of a supervisor (EX_TEMPFAIL): what is saved is good, but there are not enough nodes to go on here
+REQUEUE = 75  # of a supervisor (EX_TEMPFAIL): the saves are good, but too few nodes are left to go on here
+MOST = 2000  # characters of a line
+
+
+class RunError(ValueError):
+    """An error that ends a run with one line and an exit status, and without a traceback.
+
+    quiet: None if all ranks raise it, so that rank 0 prints the line; False if each rank prints its own; True if this
+    rank prints nothing, because another rank's line gives the reason.
+    """
+
+    status: int = 1
+    quiet: bool | None = None
+
+
+def why_it_ended(error: BaseException) -> str:
+    """Return one line that gives the reason for a process's end; "" if its exit status alone does."""
+    if isinstance(error, SystemExit):
+        known = error.__context__  # what cli.user_errors has caught
+        return f"error: {short(known, MOST)}" if isinstance(known, ValueError) else ""
+    return f"{type(error).__name__}: {short(error, MOST)}"

@@ -1,36 +1,34 @@
 """End a run before its last step: on a signal, or when it does not learn any more.
 
 **Signals.** A scheduler that wants its machines back sends SIGTERM (or SIGUSR1: Slurm's `--signal=USR1@120`) a minute
-or so before it ends the run; a user presses Ctrl+C (SIGINT). Saving is a collective: all ranks must do it, after the
-same step. The idea:
+or so before it ends the run; a user presses Ctrl+C (SIGINT). Saving is a collective: all ranks must save after the same
+step. The idea:
 
 1. The number of the signal goes to a thread (`signals.Listener`).
 2. After each step a rank passes a gate. The store in which the ranks met holds the number of the last gate that is
-   passed, and the thread closes the next one. No rank waits for another, and the GPU, where the result of a collective
-   would be known only after the step, takes no part.
+   passed, and the thread closes the next one. No rank waits for another, and the GPU takes no part: the result of a
+   collective would be known only after the step.
 3. At the closed gate all ranks save and exit 0, after Ctrl+C 130 (under torchrun 0).
 
     the store     "6"      "8"                                       "9 15"
     rank 0           passes 7 and 8      at 8                                    at 9: stop, because of 15
     rank 1                          at 7: reads 8   SIGTERM closes 9      at 8             at 9: stop
 
-Short steps pass several gates at once, so that ten thousand ranks do not all use the store in each of them. A stop
-comes up to ADVANCE_SECONDS later for that. The store alone decides, so the ranks' step times may differ.
+Short steps pass several gates at once, so that ten thousand ranks do not all use the store in each step. This delays a
+stop by up to ADVANCE_SECONDS. The store alone decides, so the ranks' step times may differ.
 
-The host runs ahead of its GPU. It comes to the gate only when the GPU has done the step's last forward
-(`Executor.wait_last_forward`): with a signal before that, the step on the GPU is the last one; with a later signal, the
-next step.
+The host runs ahead of its GPU. It comes to the gate when the GPU has done the step's last forward
+(`Executor.wait_last_forward`). A signal before that makes the step on the GPU the last one, a later signal the next.
 
-The same signal a second time ends a rank at once, unless it comes within five seconds: then it is ignored as an echo,
-since Slurm signals every process and torchrun hands on what it gets. A SIGINT has exactly one echo, and only under
-torchrun: the terminal sends it to all processes and torchrun hands it on. So Ctrl+C pressed twice ends at once.
-torchrun also sends SIGTERM when a rank has died, and the GPUs of the others would wait for that rank forever; so would
-gloo, which mostly fails at once, if the connection broke under a send. So a rank that has got SIGTERM and stands still
-ends without saving.
+The same signal a second time ends a rank at once. Within five seconds it is ignored as an echo, since Slurm signals
+every process and torchrun forwards its signals. A SIGINT has exactly one echo, and only under torchrun: the terminal
+sends it to all processes and torchrun forwards it. So Ctrl+C pressed twice ends at once.
+torchrun also sends SIGTERM when a rank has died, and the GPUs of the others would wait for that rank forever. So would
+gloo, if the connection broke under a send. So a rank that has got SIGTERM and does not move ends without saving.
 
-**Skipped updates.** A step whose gradients are not finite changes nothing. In fp16 that is normal: such steps
-halve the loss scale until it fits. At a scale of 1, which cannot fall and which other formats always have, it means
-that something is broken: train.max_skipped such steps in a row end the run.
+**Skipped updates.** A step whose gradients are not finite changes nothing. In fp16 that is normal: such steps halve the
+loss scale until it fits. At a scale of 1, which cannot fall and which other formats always have, something is broken:
+train.max_skipped such steps in a row end the run.
 """
 
 from __future__ import annotations
@@ -38,13 +36,15 @@ from __future__ import annotations
 import math
 import signal
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from time import monotonic
 
 from minitron.comm.mesh import Mesh
 from minitron.runtime.log import Iteration, Log
 from minitron.runtime.rendezvous import SignedStore, Signer, connect
 from minitron.runtime.signals import Listener
+from minitron.runtime.status import RunError
 from minitron.runtime.watch import OWN_PACE
 
 REPEAT_SECONDS = 5.0
@@ -54,16 +54,16 @@ PATIENCE_SECONDS = 10.0
 ADVANCE_SECONDS, MOST_GATES = 1.0, 100
 
 
-class Diverged(ValueError):
-    """So many updates in a row were skipped that the run cannot be expected to recover."""
+class Diverged(RunError):
+    """So many updates in a row were skipped that the run will not recover."""
 
 
-class Gate:
+class StopGate:
     """One gate after another, on all ranks. A key of `store`, which all share, holds the last gate that is passed.
 
-    "7": all ranks pass the gates up to 7, though some may not have come to them; 8 is open. "8 15": gate 8 is closed
-    because of signal 15. One atomic operation turns "7" into either a higher number or "8 15", so that all ranks see
-    the same. A stranger may write an earlier value again, which each rank replaces by its own.
+    "7": all ranks pass the gates up to 7, though some have not come to them yet; 8 is open. "8 15": gate 8 is closed
+    because of signal 15. One atomic operation turns "7" into either a higher number or "8 15", so all ranks read the
+    same. A stranger may write an earlier value again, which each rank replaces by its own.
     """
 
     KEY = "gate"
@@ -73,10 +73,10 @@ class Gate:
         self.seen = self._swap("", "0")
 
     def next(self, gates: int = 1) -> int:
-        """Come to the next gate; return 0 if it is open, else the number of the signal for which it is closed.
+        """Come to the next gate; return 0 if it is open, else the number of the signal that closed it.
 
-        gates: how many to pass at once where this rank is the first. It uses the store only at a gate that, as far as
-        it knows, no rank has passed.
+        gates: how many to pass at once if this rank is the first. The store is used only if no rank is known to have
+        passed this gate.
         """
         self.number += 1
         if " " not in self.seen and int(self.seen) < self.number:
@@ -98,28 +98,29 @@ class Gate:
 
 
 class Stop:
-    """Takes signals while it is used as a context manager, and counts skipped updates.
+    """Handles signals inside of `handling`, and counts skipped updates.
 
-    asked: the number of the first signal that this rank got. agreed: of the signal for which all ranks stop. 0: none.
+    local_signal: the number of the first signal that this rank got. agreed: of the signal for which all ranks stop.
+    0: none.
     """
 
     def __init__(self, mesh: Mesh, log: Log, max_skipped: int, listener: Listener, signer: Signer = Signer()):
         self.signer, self.mesh, self.log, self.max_skipped, self.listener = signer, mesh, log, max_skipped, listener
-        self.asked = self.agreed = self.skips = 0
+        self.local_signal = self.agreed = self.skips = 0
         self.step_seconds = 0.0
         self.first: dict[signal.Signals, float] = {}  # when each signal came first; `times`: how often
         self.times: Counter[signal.Signals] = Counter()
 
-    def now(self) -> bool:
-        """Tell whether the run stops here. All ranks ask in the same places, and get the same answer."""
-        self.listener.take()
+    def should_stop(self) -> bool:
+        """Tell whether the run stops here. All ranks call it in the same places, and get the same answer."""
+        self.listener.install_handlers()
         self.mesh.activity.enter("agreement", self.mesh.world, 0)
         steps = int(ADVANCE_SECONDS / (self.step_seconds or ADVANCE_SECONDS))
         self.agreed = self.gate.next(min(max(steps, 1), MOST_GATES))
         self.mesh.activity.leave()
         return self.agreed > 0
 
-    def saw(self, it: Iteration) -> None:
+    def on_figures(self, it: Iteration) -> None:
         """Count skipped updates by the figures of a step. Raises Diverged, on all ranks alike."""
         self.step_seconds = it.seconds
         if not it.skipped:
@@ -140,32 +141,32 @@ class Stop:
 
     # ---- signals --------------------------------------------------------------------------------------------------
 
-    def __enter__(self) -> Stop:
-        self.gate = Gate(connect(self.signer))
-        self.listener.hear, self.listener.look = self._hear, self._give_up
-        if self.listener.kept:
-            self._hear(signal.Signals(self.listener.kept))
-        return self
+    @contextmanager
+    def handling(self) -> Iterator[None]:
+        """Handle signals inside. After an error they stay handled: torchrun's SIGTERM must not hide the reason."""
+        self.gate = StopGate(connect(self.signer))
+        self.listener.handle(self._on_signal)
+        with self.listener.every_second(self._on_tick):
+            if self.listener.kept:
+                self._on_signal(signal.Signals(self.listener.kept))
+            yield
+        self.listener.finish()
 
-    def __exit__(self, error: type[BaseException] | None, *_) -> None:
-        if error is None:  # else torchrun's SIGTERM, for a rank that died before, would end this one before it says why
-            self.listener.finish()
-
-    def _hear(self, number: signal.Signals) -> None:
+    def _on_signal(self, number: signal.Signals) -> None:
         self.times[number] += 1
         passed = monotonic() - self.first.setdefault(number, monotonic())
         pressed_again = number == signal.SIGINT and self.times[number] > 1 + self.listener.torchrun
         if pressed_again or passed > REPEAT_SECONDS:
-            self._end(number, "a second time")
-        self.asked = self.asked or number
-        with suppress(RuntimeError):  # the store is gone: the main thread will find that, too, and report it
-            self.gate.close(self.asked)
+            self._exit(number, "a second time")
+        self.local_signal = self.local_signal or number
+        with suppress(RuntimeError):  # the store is gone: the main thread finds that, too, and reports it
+            self.gate.close(self.local_signal)
 
-    def _give_up(self) -> None:
+    def _on_tick(self) -> None:
         activity, patience = self.mesh.activity, max(PATIENCE_SECONDS, 2 * self.step_seconds)
-        if self.asked == signal.SIGTERM and activity.idle() > patience and activity.action not in OWN_PACE:
-            self._end(signal.SIGTERM, f"and has not moved for {activity.idle():.0f} s")
+        if self.local_signal == signal.SIGTERM and activity.idle() > patience and activity.action not in OWN_PACE:
+            self._exit(signal.SIGTERM, f"and has not moved for {activity.idle():.0f} s")
 
-    def _end(self, number: signal.Signals, why: str) -> None:
-        rank = self.mesh.coordinates()
-        self.listener.end(f"{rank} got {number.name} {why}: ends without saving in {self.mesh.activity}", 128 + number)
+    def _exit(self, number: signal.Signals, why: str) -> None:
+        text = f"{self.mesh.coordinates()} got {number.name} {why}: ends without saving in {self.mesh.activity}"
+        self.listener.exit_now(text, 128 + number)

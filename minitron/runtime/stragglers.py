@@ -1,27 +1,27 @@
-"""Names ranks that are slower than others with the same work.
+"""Name ranks that are slower than others with the same work.
 
 Problem: all ranks of a job take as long for a step as the slowest one, since they wait for each other in every layer.
 A GPU that throttles costs a thousand others a tenth of their time, and no figure of the step shows which one it is. The
-idea: each rank takes the time in which it computes and waits for nobody, and the ranks of a pipeline stage, which do
-the same work, compare.
+idea: each rank measures the time in which it computes and waits for no other rank. The ranks of a pipeline stage, which
+do the same work, compare these times.
 
     rank 0   [compute][wait......][compute][wait......]     own time:  8 + 7     Each action adds its end and subtracts
     rank 1   [compute.........][][compute.........][   ]              17 + 17    its begin, and a wait in it the other
                                                                                  way round, to one sum.
 
-    CPU    the host's clock, without the time in which Linux let other programs run; all forwards and backwards
+    CPU    the host's clock, without the time in which Linux ran other programs; all forwards and backwards
     GPU    a kernel reads the GPU's clock and adds it to a word of its memory, in an eager step and in a replayed graph;
-           of one microbatch, for these kernels take microseconds: the last one's forward, which waits for no gathers of
-           parameters, and the first one's backward, beside which no gradients are reduced. Overlapped
-           products are not timed: their wait cannot be separated
+           of one microbatch, since these kernels take microseconds: the last forward, which waits for no gathers of
+           parameters, and the first backward, beside which no gradients are reduced. Overlapped products are not
+           timed: their wait cannot be separated
 
-Every train.check_speed_every steps these times are gathered, and copied to the host without waiting. Of the last 20
-steps all but one have to say the same, else it is noise (`slower`): a rank that another program disturbs has some slow
-steps, and a slow GPU has no fast ones. The rank itself raises the alarm, with what the driver tells of its GPU.
-metrics.jsonl has all times, and tools/stragglers.py draws them.
+Every train.check_speed_every steps these times are gathered, and copied to the host without waiting. A rank is slow if
+all but one of its last 20 steps were (`slower`): other programs make some steps slow, a slow GPU all of them. The rank
+itself raises the alarm, with the driver's figures of its GPU. metrics.jsonl has all times, and tools/stragglers.py
+draws them.
 
-Left out: the update, and reading data. A stage with one rank has nothing to be compared with. Where documents are kept
-apart, data ranks have more work in one step and less in the next: there a rank must be slower than that differs.
+Left out: the update, and reading data. A stage with one rank has nothing to compare. Where documents are kept apart,
+the work of data ranks differs from step to step, so a rank must be slower than that difference.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from minitron.comm.collectives import all_gather_into
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import TrainConfig
 from minitron.runtime.log import Log
-from minitron.runtime.observer import Observer, StepDone
+from minitron.runtime.observer import LateCopy, Observer, StepDone
 
-STEPS = 20  # that are looked at together
-MORE = 1.05  # times as long as the others
-PLACE_BYTES = 64
+STEPS = 20  # that are compared together
+SLOW_RATIO = 1.05  # times as long as the others
+LOCATION_BYTES = 64
 
 
 class Stopwatch:
     """Adds up the nanoseconds between a begin and its end, without those between a pause and its resume.
 
     add_now(total, sign): adds sign times the time to total, 0-d int64 on a GPU, when the current stream comes to it.
-    None: there is no GPU, and the host's clock is asked.
+    None: use the host's clock.
     """
 
     def __init__(self, device: torch.device, add_now: Callable[[Tensor, int], None] | None):
@@ -76,13 +76,13 @@ class Stopwatch:
         self.running = False
 
     def pause(self) -> None:
-        """Note that what follows waits for other ranks; of several streams, only that of `begin` computes."""
+        """Note that this stream now waits for other ranks. Only the stream of `begin` is timed."""
         if self.running and not self.paused and self._stream() == self.stream:
             self.paused = True
             self._add(1)
 
     def resume(self) -> None:
-        """Note that this is over."""
+        """Note that the wait is over."""
         if self.paused and self._stream() == self.stream:
             self.paused = False
             self._add(-1)
@@ -98,7 +98,7 @@ class Stopwatch:
             self.add_now(self.total, sign)
 
     def _delayed(self) -> int:
-        """Return the nanoseconds that this thread was ready to run and did not, as far as Linux tells."""
+        """Return the nanoseconds in which Linux delayed this thread, which was ready to run."""
         return 0 if self.scheduler is None else int(os.pread(self.scheduler, 64, 0).split()[1])
 
     def _stream(self) -> torch.cuda.Stream | None:
@@ -108,23 +108,22 @@ class Stopwatch:
 class Stragglers(Observer):
     """Compares the times of ranks every cfg.check_speed_every steps; 0: never.
 
-    Making it and `after` are collective over the world.
-    slow: the ranks that are now slower than others.
+    `__init__` and `after` are collective over the world. slow: the ranks that are now slower than others.
     """
 
     def __init__(self, mesh: Mesh, log: Log, cfg: TrainConfig, add_now: Callable[[Tensor, int], None] | None):
         self.mesh, self.log, self.slow = mesh, log, set[int]()
         self.every = cfg.check_speed_every if mesh.world.size > mesh.pp.size else 0
         self.times: deque[np.ndarray] = deque(maxlen=STEPS)  # [world] seconds, of the last steps
-        self.waiting: tuple[int, Tensor, torch.cuda.Event | None] | None = None
+        self.waiting: tuple[int, LateCopy] | None = None
         if self.every:
             self.stopwatch = mesh.activity.stopwatch = Stopwatch(mesh.device, add_now)
             self.readings = torch.zeros(self.every + 1, dtype=torch.int64, device=mesh.device)
-            self.taken, self.places = 0, gather_places(mesh)
-            log.places(self.places)
+            self.taken, self.places = 0, gather_rank_locations(mesh)
+            log.record("places", places=self.places)
 
     def after(self, done: StepDone) -> None:
-        """Note the time of a step, and begin to gather the last ones if it is time to."""
+        """Read the time of a step. Every cfg.check_speed_every steps begin to gather the times."""
         if not self.every:
             return
         self.close()
@@ -132,35 +131,33 @@ class Stragglers(Observer):
         self.stopwatch.read_into(self.readings[self.taken])
         if self.taken < self.every:
             return
-        world, on_gpu = self.mesh.world, self.mesh.device.type == "cuda"
+        world = self.mesh.world
         self.mesh.activity.begin("figures")
         everyone = self.readings.new_empty(world.size * len(self.readings))
         all_gather_into(everyone, self.readings, world)
-        host = everyone.view(world.size, -1).to("cpu", non_blocking=True)
-        self.waiting = done.step, host, torch.cuda.current_stream().record_event() if on_gpu else None
+        self.waiting = done.step, LateCopy(everyone.view(world.size, -1))
         self.readings[0].copy_(self.readings[-1])
         self.taken = 0
-        if not on_gpu:
+        if not everyone.is_cuda:
             self.close()
 
     def close(self) -> None:
-        """Look at the times that were gathered last, if that has not been done."""
+        """Compare the times that were gathered last."""
         if self.waiting is None:
             return
-        (step, host, arrival), self.waiting = self.waiting, None
-        if arrival is not None:
-            arrival.synchronize()
-        rows = np.diff(host.numpy(), axis=1).T / 1e9
+        (step, times), self.waiting = self.waiting, None
+        rows = np.diff(times.read().numpy(), axis=1).T / 1e9
         self.times.extend(rows)
         if len(self.times) == STEPS:
             self._judge(step, np.stack(self.times))
-        self.log.own_times(step, np.median(rows, 0).tolist(), sorted(self.slow))
+        seconds = [float(f"{x:.4g}") for x in np.median(rows, 0)]
+        self.log.record("ranks", step=step, own_seconds=seconds, slow=sorted(self.slow))
 
     def _judge(self, step: int, times: np.ndarray) -> None:
-        """Find out who is slow; raise an alarm on a rank that was not before. times: [steps, world]."""
+        """Find the slow ranks. Raise an alarm on a rank that was not slow before. times: [steps, world]."""
         stages = [slower(stage) for stage in np.split(times, self.mesh.pp.size, 1)]
         ratio, surely = (np.concatenate(parts) for parts in zip(*stages))
-        before = {rank for rank in self.slow if ratio[rank] > MORE}
+        before = {rank for rank in self.slow if ratio[rank] > SLOW_RATIO}
         if over := sorted(self.slow - before):
             self.log.info(f"iteration {step}: {listed(over)}: no longer slower than others")
         self.slow = before | set(np.flatnonzero(surely).tolist())
@@ -178,13 +175,13 @@ class Stragglers(Observer):
 def slower(times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Compare ranks with the same work. times: [steps, ranks] seconds.
 
-    Returns of each rank how many times as long as the others it took (median of its steps, by the median of theirs),
-    and whether it is surely slower: in 19 of 20 steps it took MORE times as long as that median, and longer than the
-    others (their median) in 19 of 20 steps.
+    Returns for each rank how many times as long as the others it took (median of its steps, by the median of theirs),
+    and whether it is surely slower: in 19 of 20 steps it took SLOW_RATIO times as long as that median, and longer than
+    the others (their median) in 19 of 20 steps.
     """
     medians, low, high = np.median(times, 0), *np.sort(times, 0)[[1, -2]]
     usual = median_of_others(medians)
-    return medians / usual, (low > MORE * usual) & (low > median_of_others(high))
+    return medians / usual, (low > SLOW_RATIO * usual) & (low > median_of_others(high))
 
 
 def median_of_others(x: np.ndarray) -> np.ndarray:
@@ -194,24 +191,24 @@ def median_of_others(x: np.ndarray) -> np.ndarray:
     return (lower + upper) / 2
 
 
-def gather_places(mesh: Mesh) -> list[str]:
-    """Return of every rank its host and, with GPUs, which one it has there. Collective over the world, and waits."""
+def gather_rank_locations(mesh: Mesh) -> list[str]:
+    """Return the host and the GPU of every rank. Collective over the world, and waits for the device."""
     gpu = f" GPU {mesh.device.index}" if mesh.device.type == "cuda" else ""
-    text = socket.gethostname().encode(errors="replace")[: PLACE_BYTES - len(gpu)] + gpu.encode()
-    own = torch.tensor(list(text.ljust(PLACE_BYTES)), dtype=torch.uint8, device=mesh.device)
-    everyone = own.new_empty(mesh.world.size * PLACE_BYTES)
+    text = socket.gethostname().encode(errors="replace")[: LOCATION_BYTES - len(gpu)] + gpu.encode()
+    own = torch.tensor(list(text.ljust(LOCATION_BYTES)), dtype=torch.uint8, device=mesh.device)
+    everyone = own.new_empty(mesh.world.size * LOCATION_BYTES)
     all_gather_into(everyone, own, mesh.world)
-    return [bytes(place).decode(errors="replace").strip() for place in everyone.view(-1, PLACE_BYTES).cpu().numpy()]
+    return [bytes(place).decode(errors="replace").strip() for place in everyone.view(-1, LOCATION_BYTES).cpu().numpy()]
 
 
 def driver_facts(device: torch.device) -> str:
-    """Say which GPU this is, how warm and how fast, as far as the driver tells; "" on a CPU."""
+    """Describe this GPU, its temperature and clock, as far as the driver knows them; "" on a CPU."""
     if device.type != "cuda":
         return ""
     properties = torch.cuda.get_device_properties(device)
     facts = [f"{properties.name} {getattr(properties, 'uuid', '')}".rstrip()]
     asked = (torch.cuda.temperature, "{:.0f} C"), (torch.cuda.clock_rate, "{:,.0f} MHz")
     for ask, form in asked:
-        with suppress(Exception):  # without nvidia-ml-py, or with a driver that does not tell: NVML has its own errors
+        with suppress(Exception):  # without nvidia-ml-py, or the driver does not know: NVML has its own errors
             facts.append(form.format(ask(device)))
     return ", ".join(facts) + "; "

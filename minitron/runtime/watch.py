@@ -1,18 +1,17 @@
-"""Say where a run hangs, and end it.
+"""Report where a run hangs, and end it.
 
-Problem: when one rank of a thousand stops (a lost disk, a driver, a branch only it took), the others wait for it in a
-collective: silently, and with GPUs that look busy. The idea:
+Problem: when one rank of a thousand stops (a lost disk, a driver, a branch that only it took), the others wait for it
+in a collective: silently, and with GPUs that look busy. The idea:
 
 1. Each rank has an `Activity`: step, schedule action, collective. The code of the step keeps it up to date, by a few
    attribute writes. Every `Axis` carries it, so collectives find it and it need not be a global.
-2. A thread looks at it. When nothing was written for train.hang_seconds, this rank hangs.
+2. The thread of `signals.Listener` reads it. If nothing was written for train.hang_seconds, this rank hangs.
 3. A GPU's host runs ahead only until the launch queue is full or `Meter` waits for the step before: a stuck kernel soon
-   stops the host, too. Words that the device writes after each action (`Progress`), of an eager step or of a replayed
-   one, and torch's flight recorder tell where the *device* stands.
-4. A rank that hangs leaves its activity in the store in which the ranks met, which needs no collective; the first to do
-   so lists all. A rank that is missing there is dead, or in C code that holds the interpreter's lock (see `py-spy
-   dump`).
-5. It ends by os._exit: nothing else ends a process whose main thread stands in C. Then torchrun ends the others.
+   stops the host, too. Counters that the device writes after each action (`Progress`), of an eager step or of a
+   replayed one, and torch's flight recorder show where the *device* is.
+4. A rank that hangs writes its activity to the store in which the ranks met, which needs no collective. The first one
+   lists all. A rank that is missing there is dead, or in C code that holds the interpreter's lock (see `py-spy dump`).
+5. It ends by os._exit, which alone ends a process whose main thread is in C. Then torchrun ends the others.
 
     where all ranks stand:
       ranks 0, 1: step 3, Backward(mb=1, chunk=0, last=False), exchange over pp (8,192 bytes)
@@ -39,28 +38,29 @@ from minitron.comm.activity import PeerLost, listed
 from minitron.comm.mesh import Mesh
 from minitron.runtime.log import Log
 from minitron.runtime.rendezvous import Signer, connect, first_line
+from minitron.runtime.signals import Listener
 from minitron.runtime.status import HUNG, LOST
 
-# Actions that may take long without any fault of another rank. ("start" is not among them: there ranks meet.)
+# Actions that may take long without a fault of another rank. ("start" is not one: ranks meet there.)
 OWN_PACE = frozenset({"data", "datasets", "checkpoint", "load", "profile", "recording"})
-# To write terabytes takes hours, and that is no hang; but a disk that is stuck must be noticed, too. At the start the
-# other ranks wait for the slowest one as long: "load" is a checkpoint, "datasets" are indices to build or to read.
+# Writing terabytes takes hours and is no hang, but a stuck disk must be reported, too. At the start the other ranks
+# wait as long for the slowest one: "load" is a checkpoint, "datasets" are indices to build or to read.
 DISK_SECONDS, DISK = 6 * 3600.0, frozenset({"checkpoint", "load", "datasets"})
 
 
 @contextmanager
-def watched(mesh: Mesh, log: Log, seconds: float, signer: Signer = Signer()) -> Iterator[None]:
-    """End this rank if it stands still for `seconds` inside, or if a collective fails: one line, exit status LOST."""
-    watch = _Watch(mesh, log, seconds, signer)
-    thread = threading.Thread(target=watch.run, name="watch", daemon=True)
-    thread.start()
+def watched(mesh: Mesh, log: Log, seconds: float, listener: Listener, signer: Signer = Signer()) -> Iterator[None]:
+    """End this rank if it does not move for `seconds` inside, or if a collective fails: one line, exit status LOST."""
+    watch = _Watch(mesh, log, seconds, listener, signer)
     try:
-        yield
+        # The end waits for a report under way: it uses the mesh, whose groups Python destroys when it ends.
+        with listener.every_second(watch.check):
+            yield
     except RuntimeError as error:
         if mesh.activity.collective is None and not isinstance(error, PeerLost | dist.DistError):
             raise
         if watch.hangs:
-            sleep(watch.grace)  # the others have ended before this one: the report has said it all
+            sleep(watch.grace)  # the report gives the reason; the process ends in this time
         log.alarm(
             f"error: {mesh.coordinates()} failed in {mesh.activity}; most likely another rank has died, and the first "
             f"error says why; start all ranks again. On {socket.gethostname()} it was: {first_line(error)}. "
@@ -68,44 +68,39 @@ def watched(mesh: Mesh, log: Log, seconds: float, signer: Signer = Signer()) -> 
             traceback.format_exc(),
         )
         raise SystemExit(LOST) from None
-    finally:
-        watch.over.set()
-        thread.join(watch.grace)  # or it might destroy the mesh's groups when Python ends, which aborts the process
 
 
 class _Watch:
-    def __init__(self, mesh: Mesh, log: Log, seconds: float, signer: Signer):
-        self.mesh, self.log, self.seconds, self.signer = mesh, log, seconds, signer
-        self.grace = min(max(seconds / 10, 2.0), 30.0)  # for the reports of others, which may have stopped a step later
-        self.over, self.hangs = threading.Event(), False
+    def __init__(self, mesh: Mesh, log: Log, seconds: float, listener: Listener, signer: Signer):
+        self.mesh, self.log, self.seconds, self.listener, self.signer = mesh, log, seconds, listener, signer
+        self.grace = min(max(seconds / 10, 2.0), 30.0)  # for the reports of others, which may stop a step later
+        self.hangs = False
 
-    def run(self) -> None:
-        while not self.over.wait(min(self.seconds / 20, 5.0)):
-            limit = max(self.seconds, DISK_SECONDS) if self.mesh.activity.action in DISK else self.seconds
-            if (idle := self.mesh.activity.idle()) > limit:
-                self.hangs = True
-                end = threading.Timer(self.grace, os._exit, [HUNG])  # whatever becomes of the report
-                end.daemon = True
-                end.start()
-                host = f"  host: {self.mesh.activity}{self.mesh.activity.partners()}"
-                self.log.alarm(
-                    "\n".join(
-                        [f"{self.mesh.coordinates()} has not moved for {idle:.0f} s", host, *self._device(), *stacks()]
-                    )
-                )
-                return self._tell_others()
+    def check(self) -> None:
+        """Report a hang, once."""
+        limit = max(self.seconds, DISK_SECONDS) if self.mesh.activity.action in DISK else self.seconds
+        if self.hangs or (idle := self.mesh.activity.idle()) <= limit:
+            return
+        self.hangs = True
+        self.listener.exit_within(self.grace, HUNG)  # even if the report fails
+        host = f"  host: {self.mesh.activity}{self.mesh.activity.partners()}"
+        self.log.alarm(
+            "\n".join([f"{self.mesh.coordinates()} has not moved for {idle:.0f} s", host, *self._device(), *stacks()])
+        )
+        self._report_all()
 
     def _device(self) -> list[str]:
         if self.mesh.device.type != "cuda":
             return []
-        torch.cuda.set_device(self.mesh.device)  # for this thread, which would otherwise open the first GPU
+        torch.cuda.set_device(self.mesh.device)  # for this thread, or it would open the first GPU
         try:
             progress = self.mesh.activity.progress
             return [f"  device: {progress.unfinished()}"] * (progress is not None) + unfinished_nccl()
-        except RuntimeError as error:  # a device that has failed answers every call with that error
+        except RuntimeError as error:  # a device that has failed returns that error from every call
             return [f"  device: {first_line(error)}"]
 
-    def _tell_others(self) -> None:
+    def _report_all(self) -> None:
+        """Write this rank's activity to the store. The first rank to do so waits for others, and reports them all."""
         world = self.mesh.world.ranks
         if len(world) == 1:
             return

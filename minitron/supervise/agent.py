@@ -31,8 +31,10 @@ from importlib import import_module
 
 from minitron.runtime.environment import set_defaults
 from minitron.runtime.signals import SIGNALS
+from minitron.runtime.status import why_it_ended
 
 POLL_SECONDS = 0.05
+SAID = 500  # characters of the reason that a rank sends
 
 
 class Agent:
@@ -164,17 +166,9 @@ def become(rank: int, wire: socket.socket, command: list[str], fresh: bool) -> N
             sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
             runpy.run_path(sys.argv[0], run_name="__main__")
     except BaseException as error:
-        if said := reason(error):
+        if said := why_it_ended(error)[:SAID]:
             send(wire, rank=rank, said=said)
         raise
-
-
-def reason(error: BaseException) -> str:
-    """Describe in one line why a rank ends; empty if its exit status is the only reason."""
-    if isinstance(error, SystemExit):
-        known = isinstance(error.__context__, ValueError)  # of cli.user_errors
-        return f"error: {' '.join(str(error.__context__).split())[:500]}" if known else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
 
 
 def send(wire: socket.socket, **message) -> None:

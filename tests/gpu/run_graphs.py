@@ -47,7 +47,8 @@ def train(base: dict, name: str, layout: dict, device: torch.device, world: int,
     recorded = None
     runner = trainer.runner
     if isinstance(runner, graph.Replay):
-        recorded = runner.replaying, runner.graphs, runner.nodes, runner.capture_seconds
+        graphs = len(runner.training.graphs) if runner.training else 0
+        recorded = runner.replaying, graphs, runner.nodes, runner.capture_seconds
     runner.close()
     return figures, recorded
 

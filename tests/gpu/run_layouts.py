@@ -144,9 +144,7 @@ def make(base: dict, name: str, layout: dict, device: torch.device, world: int, 
 def train(base: dict, name: str, layout: dict, device: torch.device, world: int):
     cfg, mesh = make(base, name, layout, device, world)
     with adapters_that_do_something():
-        trainer = build(cfg, mesh)
-    if layout.get("split"):
-        split_backwards(trainer)
+        trainer = build(cfg, mesh, schedule=split_backwards if layout.get("split") else None)
     data = MockDataset(1000, 512, 24, 1, document_length=120.0)
     gradients, losses, loader = first_gradients(trainer), [], Loader(data, cfg, mesh)
     for step in range(2):

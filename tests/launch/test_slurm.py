@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from minitron import pretrain
 from minitron.comm.mesh import Mesh
 from minitron.config import cli
 from minitron.runtime.log import Iteration, Log
 from minitron.runtime.signals import Listener
 from minitron.runtime.stop import Stop
-from minitron.supervise.goodput import of_run
 from slurm_cluster import Cluster, until
 
 ROOT = Path(__file__).parents[2]
@@ -703,12 +703,12 @@ def test_a_job_of_fine_tuning_that_was_stopped_goes_back_to_the_queue(tmp_path):
     stop = Stop(Mesh.offline(), Log(cfg, 0, 1), 3, Listener({}))
     stop.agreed = signal.SIGUSR1
     with stop.log as log:
-        log.start(first_step=1, started=time.time())
+        log.record("run", first_step=1, started=time.time())
         for step in range(1, 6):
             log.iteration(Iteration(step, step, loss=1.0, grad_norm=1.0, lr=0.1, loss_scale=1.0, seconds=0.1))
         stop.report(5, saved=True)
         log.summary()
-        log.end(0.0, of_run)
+        pretrain.end_of_run(log, 0.0)
     (tmp_path / "run" / "rank-0.log").rename(tmp_path / "lines")
     status, said = Stubs(tmp_path, "cat ../lines >>rank-0.log").end()
     assert status == 0 and f"{REPORT}; back to the queue\nscontrol requeue 7\n" in said, said

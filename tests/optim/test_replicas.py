@@ -3,6 +3,7 @@
 import signal
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -26,7 +27,8 @@ from minitron.optim.replicas import ReplicasDiffer, checksum
 from minitron.optim.slices import ProcessGroupSlices
 from minitron.planner.dryrun.dryrun import Recorder, recorded
 from minitron.runtime.log import Log
-from minitron.train import build, train
+from minitron.runtime.startup import Startup
+from minitron.train import Trainer, build, train
 
 SMALL = {
     "model": dict(num_layers=2),
@@ -85,28 +87,29 @@ def train_here(cfg, spoil, stop_at):
     trainer = build(cfg, mesh)
     start = ResumePoint() if cfg.checkpoint.dir is None else find_resume_point(cfg)
     restore(start, trainer.state)
-    step = trainer.step
+    step = Trainer.step
 
-    def step_and_spoil(batches, lr):
-        stats = step(batches, lr)
+    def step_and_spoil(trainer, batches, lr):
+        stats = step(trainer, batches, lr)
         trainer.gradients.wait_parameters()
         with torch.no_grad():
             spoil(trainer)
         return stats
 
-    if spoil is not None:
-        trainer.step = step_and_spoil
-    stop = SimpleNamespace(saw=lambda it: None, agreed=0, report=lambda *_: None)
+    stop = SimpleNamespace(on_figures=lambda it: None, agreed=0, report=lambda *_: None)
 
-    def now():
+    def should_stop():
         stop.agreed = signal.SIGTERM if mesh.activity.step == stop_at else 0
         return stop.agreed > 0
 
-    stop.now = now
+    stop.should_stop = should_stop
     data = MockDataset(cfg.model.vocab_size, t.seq_len, t.global_batch_size * t.steps, t.seed, document_length=10.0)
-    with Log(cfg, mesh.rank, mesh.world.size) as log:
+    with (
+        Log(cfg, mesh.rank, mesh.world.size) as log,
+        mock.patch.object(Trainer, "step", step_and_spoil if spoil else step),
+    ):
         try:
-            train(trainer, Datasets(data, None, None, {}), log, stop, start.step, start.consumed_samples)
+            train(trainer, Datasets(data, None, None, {}), log, stop, start, Startup({}, 0.0))
         except ReplicasDiffer as error:
             said = str(error)
     params = [(p.spec.shard is None, p.spec.tied) for chunk in trainer.chunks for p in chunk.parameters()]

@@ -24,21 +24,27 @@ from test_replay import APART, DROPOUT, FP16, fp8
 # ---- the second result is the first ---------------------------------------------------------------------------------
 
 
+def figures_of(compared: Rerun, batches: list) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """This rank's figures of a step that is computed, as the second time; and its slices of the gradients."""
+    compared.fp8.drop_casts()
+    loss_sum, _ = compared.runner.forward_backward(batches)
+    return compared._own_figures(loss_sum, batches), [b.grad_slice.clone() for b in compared.gradients.buckets]
+
+
 def computed_twice(cfg, again: bool) -> tuple[list, set]:
     """In each step, the figures and the gradients of both times; and which figures the ranks took for different."""
     torch.set_num_threads(1)
     trainer, found = build(cfg, mesh_of(cfg)), []
     if again:
         trainer = replayed(trainer)
-    compared = Rerun(trainer.gradients)
+    compared = Rerun(trainer.runner, trainer.gradients, trainer.fp8, trainer.scaler, None)
     loader, batch = Loader(dataset_of(cfg), cfg, trainer.mesh), cfg.train.global_batch_size
     for step in range(cfg.train.steps):
         batches = loader.step(step * batch, step)
-        loss = trainer.totals(trainer.runner.forward_backward(batches), batches)[0]
-        first, before = compared._own_figures(loss), [b.grad_slice.clone() for b in trainer.gradients.buckets]
-        second = compared._own_figures(trainer.again(batches))
+        first, before = figures_of(compared, batches)
+        second, after = figures_of(compared, batches)
         found.append((first.tolist(), second.tolist(), compared._differing(first, second)))
-        assert all(torch.equal(a, b.grad_slice) for a, b in zip(before, trainer.gradients.buckets))
+        assert all(map(torch.equal, before, after))
         trainer.step(batches, cfg.optimizer.lr)
     loader.close()
     assert not again or trainer.runner.replaying
@@ -75,8 +81,17 @@ def test_a_step_computed_again_is_the_same_in_every_layout(ranks, world, base, c
 # ---- what is suspicious ---------------------------------------------------------------------------------------------
 
 
-def with_history(loss: float, norm: float, steps: int = rerun.AT_LEAST) -> Rerun:
-    compared = Rerun(SimpleNamespace(mesh=Mesh.offline()))
+def a_rerun(mesh) -> Rerun:
+    """Of a runner that fakes a step's loss sum, with gradients of norm 0.5."""
+    square_sum = lambda: torch.tensor(0.25, dtype=torch.float64)
+    gradients = SimpleNamespace(mesh=mesh, square_sum=square_sum, buckets=[])
+    runner = SimpleNamespace(forward_backward=lambda _: (torch.tensor(5.0), False))
+    scaler = SimpleNamespace(dynamic=False, backward_scale=lambda _: 1.0)
+    return Rerun(runner, gradients, SimpleNamespace(drop_casts=lambda: None), scaler, None)
+
+
+def with_history(loss: float, norm: float, steps: int = rerun.MIN_HISTORY) -> Rerun:
+    compared = a_rerun(Mesh.offline())
     for i in range(steps):
         compared.history["loss"].append(loss * (1 + 0.005 * (-1) ** i))
         compared.history["gradient norm"].append(norm * (1 + 0.2 * (-1) ** i))
@@ -111,7 +126,7 @@ def test_what_was_usual_long_ago_is_forgotten_also_by_a_run_that_goes_on(monkeyp
 
 
 def test_what_is_not_finite_is_always_suspicious_and_a_spike_only_against_enough_steps():
-    check = with_history(2.0, 0.5, steps=rerun.AT_LEAST - 1)._suspicion
+    check = with_history(2.0, 0.5, steps=rerun.MIN_HISTORY - 1)._suspicion
     assert check({"loss": 1e9, "gradient norm": 1e9}) is None
     assert check({"loss": math.nan, "gradient norm": 1.0}) == "the loss is nan"
     assert check({"loss": 2.0, "gradient norm": math.inf}) == "the gradient norm is inf"
@@ -127,7 +142,7 @@ def test_what_is_not_finite_is_always_suspicious_and_a_spike_only_against_enough
 )
 def test_a_node_is_left_out_only_if_no_other_may_be_to_blame(monkeypatch, places, statuses):
     """What a wrong value reaches through pipeline stages and tensor parallelism differs there, too."""
-    monkeypatch.setattr(rerun, "gather_places", lambda mesh: places)
+    monkeypatch.setattr(rerun, "gather_rank_locations", lambda mesh: places)
     wrong = [rank for rank, status in enumerate(statuses) if status != LOST]
     errors = [with_mesh(rank)._blame("the loss is nan", wrong) for rank in range(4)]
     assert [error.status for error in errors] == statuses
@@ -135,7 +150,7 @@ def test_a_node_is_left_out_only_if_no_other_may_be_to_blame(monkeypatch, places
 
 
 def with_mesh(rank: int) -> Rerun:
-    return Rerun(SimpleNamespace(mesh=SimpleNamespace(rank=rank, activity=SimpleNamespace(step=9))))
+    return a_rerun(SimpleNamespace(rank=rank, activity=SimpleNamespace(step=9)))
 
 
 # ---- who is blamed, in runs -----------------------------------------------------------------------------------------
@@ -218,11 +233,11 @@ def test_losses_that_stay_high_are_a_new_level():
     """Three spikes are skipped, the fourth is not; then there is a new history."""
     compared, said = with_history(2.0, 0.5), []
     compared.log = SimpleNamespace(warn=said.append)
-    compared.gradients.square_sum = lambda: torch.tensor(0.25, dtype=torch.float64)
-    compared.gradients.buckets = []
-    batch, loss, count = SimpleNamespace(samples=torch.tensor([7])), torch.tensor(5.0), torch.tensor(1.0)
-    skipped = [compared.check([batch], lambda: loss, loss, count, 1.0)[1] for _ in range(6)]
+    batch = SimpleNamespace(samples=torch.tensor([7]), count=1)
+    skipped = [compared.forward_backward([batch])[1] for _ in range(6)]
     assert skipped == [True] * rerun.IN_A_ROW + [False] * 3 and len(said) == 4
     assert "spikes in a row are a new level: the update is made" in said[-1]
     with pytest.raises(WrongResult, match="the loss is nan. Computed again .* rank 0 on .* Suspect the hardware, and"):
-        compared.check([batch], lambda: loss, loss * math.nan, count, 1.0)
+        losses = iter([math.nan, 5.0])
+        compared.runner.forward_backward = lambda _: (torch.tensor(next(losses)), False)
+        compared.forward_backward([batch])

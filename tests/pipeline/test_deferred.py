@@ -87,9 +87,7 @@ def train_one_stage(cfg, split: bool) -> tuple[list, dict]:
     """Figures of two steps and the first one's gradients, of one stage, with the last stage's operations or not."""
     torch.set_num_threads(1)
     with adapters_that_do_something():
-        trainer, figures = build(cfg, mesh_of(cfg)), []
-    if split:
-        split_backwards(trainer)
+        trainer, figures = build(cfg, mesh_of(cfg), schedule=split_backwards if split else None), []
     gradients, loader = first_gradients(trainer), Loader(dataset_of(cfg), cfg, trainer.mesh)
     for step in range(2):
         figures.append(trainer.step(loader.step(step * cfg.train.global_batch_size, step), 1e-3).read())

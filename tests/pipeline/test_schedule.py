@@ -23,9 +23,8 @@ from minitron.pipeline.schedule import (
     Schedule,
     Transfer,
     forward_only,
-    input_of,
     make,
-    output_of,
+    route,
     routed,
 )
 from minitron.planner import style
@@ -52,7 +51,7 @@ def peak_received(schedule):
             if type(action) is Exchange:
                 waiting += len(action.recvs)
                 peak = max(peak, waiting)
-            elif input_of(action, rank, schedule.pp, schedule.vp) is not None:
+            elif route(action, rank, schedule.pp, schedule.vp)[0] is not None:
                 waiting -= 1
         peaks.append(peak)
     return peaks
@@ -108,6 +107,7 @@ def test_training_schedules_keep_their_promises(layout, backward, more_layers):
     assert peak_activations(schedule) == tuple(min(vp * m, forwards + 1) for forwards in warmup)
     assert max(peak_received(schedule)) <= (2 if vp == 1 else 4 if m % pp == 0 else max(0, group - pp) + 5)
     for rank, actions in enumerate(schedule.ranks):
+        assert [op.last for op in actions if type(op) is Forward] == [False] * (vp * m - 1) + [True]
         for action in actions:
             if type(action) is Exchange:  # at most one message each way with each neighbour
                 receive_peers = [transfer.peer for transfer in action.recvs]
@@ -388,8 +388,8 @@ def fused(schedule):
         order = operations(schedule, rank)
         actions = []
         for op, following in zip([None, *order], [*order, None]):
-            sent = output_of(op, rank, pp, vp) if op else None
-            needed = input_of(following, rank, pp, vp) if following else None
+            sent = route(op, rank, pp, vp)[1] if op else None
+            needed = route(following, rank, pp, vp)[0] if following else None
             actions += [op] if op else []
             actions += [Exchange((sent,) if sent else (), (needed,) if needed else ())] if sent or needed else []
         ranks.append(tuple(routed(actions, rank, pp, vp)))

@@ -55,7 +55,8 @@ def test_a_hang_is_reported_with_rank_coordinates_action_and_collective(tmp_path
     for rank, cell in enumerate(
         ("pp 0, dp 0, cp 0, tp 0", "pp 0, dp 0, cp 0, tp 1", "pp 1, dp 0, cp 0, tp 0", "pp 1, dp 0, cp 0, tp 1")
     ):
-        assert blocks[rank].startswith(f"({cell}) has not moved for 6 s\n"), output
+        # The listener looks once a second.
+        assert re.match(rf"{re.escape(f'({cell})')} has not moved for [67] s\n", blocks[rank]), output
         for name in (f"rank-{rank}.log", "errors.log"):
             assert f" rank {rank}: rank {rank} ({cell}) has not moved" in (run.folder / name).read_text()
     assert "host: step 3, Forward(mb=1, chunk=0)\n" in blocks[2] and "time.sleep(1000)" in blocks[2]
@@ -123,7 +124,7 @@ def test_a_slow_disk_is_no_hang(action, hangs, monkeypatch, capsys):
     ends = []
     monkeypatch.setattr(watch.os, "_exit", ends.append)
     mesh = Mesh.offline()
-    with Log(Config(), 0, 1) as log, watch.watched(mesh, log, 0.2):
+    with Log(Config(), 0, 1) as log, Listener({}) as listener, watch.watched(mesh, log, 0.2, listener):
         mesh.activity.begin(action)
         if hangs:
             eventually(lambda: ends)
@@ -198,7 +199,7 @@ def test_all_ranks_stop_at_the_first_gate_that_nobody_had_passed(most):
         signer = Signer("secret" * (seed % 2), str(seed))
 
         def rank(index, at):
-            gate, pace = stop_module.Gate(SignedStore(store.clone(), signer)), random.Random(index)
+            gate, pace = stop_module.StopGate(SignedStore(store.clone(), signer)), random.Random(index)
             while passed[index] < 1000:
                 while passed[index] > min(passed) + 1:
                     time.sleep(1e-4)
@@ -223,7 +224,7 @@ def test_all_ranks_stop_at_the_first_gate_that_nobody_had_passed(most):
 def test_a_gate_closed_behind_the_last_step_ends_all_ranks_alike(steps, closes_after):
     """The first rank passes three gates at once, here beyond the last step: then no rank stops before it."""
     store, stopped = SignedStore(dist.HashStore(), Signer()), []
-    first, second = stop_module.Gate(store), stop_module.Gate(store)
+    first, second = stop_module.StopGate(store), stop_module.StopGate(store)
     assert first.next(3) == 0 and [second.next(5) for _ in range(closes_after)] == [0] * closes_after
     second.close(signal.SIGUSR1)
     for gate in first, second:
@@ -236,7 +237,7 @@ def test_a_gate_closed_behind_the_last_step_ends_all_ranks_alike(steps, closes_a
 def test_a_stranger_s_word_at_the_gate_stops_nobody(old):
     """What it writes is replaced, also a value of the ranks that it has kept; the next signal closes the gate."""
     plain = dist.HashStore()
-    first, second = (stop_module.Gate(SignedStore(plain, Signer("secret"))) for _ in range(2))
+    first, second = (stop_module.StopGate(SignedStore(plain, Signer("secret"))) for _ in range(2))
     kept = plain.get("gate")
     for _ in range(5):
         assert first.next() == 0 == second.next()
@@ -253,7 +254,7 @@ def test_a_gate_whose_key_somebody_deletes_is_closed_all_the_same(secret, store)
     """Each rank puts it back as it knows it; none takes what is missing for an answer, or waits for it for ever."""
     serve = {"memory": dist.HashStore, "tcp": lambda: dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)}
     plain = serve[store]()
-    first, second = (stop_module.Gate(SignedStore(plain, Signer(secret))) for _ in range(2))
+    first, second = (stop_module.StopGate(SignedStore(plain, Signer(secret))) for _ in range(2))
     for _ in range(3):
         assert first.next() == 0 == second.next()
         assert plain.delete_key("gate")
@@ -284,13 +285,13 @@ def test_a_stranger_at_the_store_of_a_run_does_not_stop_it(tmp_path, monkeypatch
 @pytest.mark.parametrize("seconds, gates", [(0.0, 1), (3.0, 1), (0.6, 1), (0.25, 4), (1e-9, stop_module.MOST_GATES)])
 def test_a_rank_uses_the_store_once_for_the_steps_of_a_second(stop, seconds, gates):
     store = counted(dist.HashStore())
-    stop.gate, stop.step_seconds = stop_module.Gate(SignedStore(store, Signer("secret"))), seconds
+    stop.gate, stop.step_seconds = stop_module.StopGate(SignedStore(store, Signer("secret"))), seconds
     store.swaps.clear()
     for _ in range(3 * gates):
-        assert not stop.now()
+        assert not stop.should_stop()
     assert len(store.swaps) == 3
-    stop._hear(signal.SIGUSR1)
-    assert stop.now() and stop.agreed == signal.SIGUSR1
+    stop._on_signal(signal.SIGUSR1)
+    assert stop.should_stop() and stop.agreed == signal.SIGUSR1
 
 
 def test_a_rank_that_serves_the_store_waits_for_those_who_ask_there(tmp_path):
@@ -343,8 +344,9 @@ def stop(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "_exit", ends.append)
     cfg = Config()
     with Log(cfg, 0, 1) as log, Listener({}) as listener:
-        listener.alarm = log.alarm
-        with Stop(Mesh.offline(), log, 3, listener) as stop:
+        listener.report_to(log.alarm)
+        stop = Stop(Mesh.offline(), log, 3, listener)
+        with stop.handling():
             stop.ends = ends
             yield stop
 
@@ -359,11 +361,11 @@ def eventually(condition):
 def test_the_same_signal_again_ends_at_once_unless_it_is_an_echo(stop, capsys, monkeypatch):
     # Each waits for the one before: of two pending ones the later is handled first, and two equal ones are one.
     os.kill(os.getpid(), signal.SIGUSR1)
-    eventually(lambda: stop.asked == signal.SIGUSR1)
+    eventually(lambda: stop.local_signal == signal.SIGUSR1)
     for time_ in 1, 2:  # another wish, or the scheduler's last word: the save goes on; torchrun's echo
         os.kill(os.getpid(), signal.SIGTERM)
         eventually(lambda: stop.times[signal.SIGTERM] == time_)
-    assert stop.asked == signal.SIGUSR1
+    assert stop.local_signal == signal.SIGUSR1
     time.sleep(0.2)
     assert not stop.ends
     monkeypatch.setattr(stop_module, "REPEAT_SECONDS", 0.0)
@@ -381,7 +383,10 @@ def test_ctrl_c_twice_ends_at_once(stop, capsys, torchrun, times):
         os.kill(os.getpid(), signal.SIGINT)
         eventually(lambda: stop.times[signal.SIGINT] == time_)
     eventually(lambda: stop.ends == [130])
-    assert stop.asked == signal.SIGINT and "got SIGINT a second time: ends without saving" in capsys.readouterr().err
+    assert (
+        stop.local_signal == signal.SIGINT
+        and "got SIGINT a second time: ends without saving" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("action", [Forward(1, 0), "start"])  # in the start ranks meet, and there is nothing to save
@@ -400,7 +405,7 @@ def test_whoever_was_told_to_end_and_waits_for_the_dead_gives_up(stop, capsys, m
 def test_a_signal_that_a_compiler_has_taken_is_taken_back_at_the_next_gate(stop):
     taken = lambda *_: None  # noqa: E731
     signal.signal(signal.SIGUSR1, taken)
-    stop.now()
+    stop.should_stop()
     assert signal.getsignal(signal.SIGUSR1) is not taken
 
 
@@ -415,9 +420,9 @@ def test_sigusr1_is_heard_after_triton_has_compiled(stop):
         _swiglu_forward, {"x": "*fp32", "y": "*fp32", "f": "i32", "BLOCK": "constexpr"}, {(3,): 128}
     )
     triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1, "num_stages": 1})
-    stop.now()
+    stop.should_stop()
     os.kill(os.getpid(), signal.SIGUSR1)
-    eventually(lambda: stop.asked == signal.SIGUSR1)
+    eventually(lambda: stop.local_signal == signal.SIGUSR1)
 
 
 def test_signals_are_as_before_afterwards():
@@ -506,15 +511,16 @@ def test_sigusr1_before_the_training_waits_for_it(monkeypatch):
     with Log(Config(), 0, 1) as log, Listener({}) as listener:
         os.kill(os.getpid(), signal.SIGUSR1)
         eventually(lambda: listener.kept)
-        with Stop(Mesh.offline(), log, 3, listener) as stop:
-            assert stop.now() and stop.agreed == signal.SIGUSR1
+        stop = Stop(Mesh.offline(), log, 3, listener)
+        with stop.handling():
+            assert stop.should_stop() and stop.agreed == signal.SIGUSR1
 
 
 def test_what_is_ignored_in_the_background_stays_ignored():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with Listener({}) as listener:
-            listener.take()
+            listener.install_handlers()
             assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
@@ -525,10 +531,11 @@ def test_only_torchrun_s_orphans_end(monkeypatch, capfd, environ, ends):
     """nohup and setsid leave orphans on purpose."""
     statuses, looks = [], []
     monkeypatch.setattr(os, "_exit", statuses.append)
-    monkeypatch.setattr(signals, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(signals, "TICK_SECONDS", 0.01)
     with Listener(environ) as listener:
-        listener.look, listener.parent = lambda: looks.append(0), -1
-        eventually(lambda: len(looks) > 2)
+        listener.parent = -1
+        with listener.every_second(lambda: looks.append(0)):
+            eventually(lambda: len(looks) > 2)
     eventually(lambda: all(thread.name != "signals" for thread in threading.enumerate()))  # while _exit is patched
     assert (statuses[:1] == [LOST]) == ends
     assert ("torchrun, which started this rank, has died" in capfd.readouterr().err) == ends
@@ -540,7 +547,7 @@ def test_a_rank_ends_whose_last_line_nobody_takes(monkeypatch):
     monkeypatch.setattr(os, "_exit", statuses.append)
     monkeypatch.setattr(signals, "LINE_SECONDS", 0.1, raising=False)
     with Listener({}) as listener:
-        listener.alarm = lambda text: full.wait(5)
+        listener.report_to(lambda text: full.wait(5))
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(1.0)
         assert statuses == [143]
@@ -715,9 +722,9 @@ def iteration(step, skipped, loss_scale=1.0):
 def test_only_skips_in_a_row_end_a_run():
     stop = Stop(Mesh.offline(), SimpleNamespace(), 3, Listener({}))
     for step, skipped in enumerate([1, 1, 0, 1, 1, 0, 1, 1], start=1):
-        stop.saw(iteration(step, skipped))
+        stop.on_figures(iteration(step, skipped))
     with pytest.raises(Diverged, match=r"iteration 9: the gradients of 3 iterations in a row.*train.max_skipped=3"):
-        stop.saw(iteration(9, 1))
+        stop.on_figures(iteration(9, 1))
 
 
 def test_spikes_that_train_rerun_skips_do_not_end_a_run():
@@ -736,7 +743,7 @@ def test_the_search_for_a_loss_scale_does_not_end_a_run():
             scale = float(scaler.scale)
             steps_at_one += scale == 1.0
             scaler.update(torch.ones(()))
-            stop.saw(iteration(step, 1, scale))
+            stop.on_figures(iteration(step, 1, scale))
     assert steps_at_one == 3 and step > 24
 
 
@@ -744,11 +751,11 @@ def test_updates_that_were_left_out_for_a_finite_spike_do_not_end_a_run():
     """train.rerun skips them: the next ones learn. They do not begin the count anew either."""
     stop = Stop(Mesh.offline(), SimpleNamespace(), 3, Listener({}))
     for step in range(1, 11):
-        stop.saw(dataclasses.replace(iteration(step, 1), grad_norm=1e6))
+        stop.on_figures(dataclasses.replace(iteration(step, 1), grad_norm=1e6))
     for step in 11, 12:
-        stop.saw(iteration(step, 1))
+        stop.on_figures(iteration(step, 1))
     with pytest.raises(Diverged):
-        stop.saw(iteration(13, 1))
+        stop.on_figures(iteration(13, 1))
 
 
 def test_a_poisoned_run_ends_with_one_line(tmp_path):
@@ -811,17 +818,17 @@ def test_a_signal_ends_what_an_error_has_ended(monkeypatch, error):
     """A save under way may keep the process for minutes; after an OSError it once took no signal."""
 
     def fails(*_):
-        listener.hear = None  # as while it trains
+        listener.handle(lambda _: None)  # as while it trains
         raise error
 
     listener = Listener({})
     monkeypatch.setattr(pretrain, "run", fails)
     with pytest.raises(type(error)):
         pretrain.main([], listener=listener)
-    assert listener.hear == listener._end_quietly
+    assert listener.on_signal == listener._end_quietly
 
 
 def test_an_error_of_this_rank_s_own_is_not_blamed_on_others():
     mesh = Mesh.offline()
-    with pytest.raises(RuntimeError, match="mine"), watch.watched(mesh, SimpleNamespace(), 100.0):
+    with pytest.raises(RuntimeError, match="mine"), watch.watched(mesh, SimpleNamespace(), 100.0, Listener({})):
         raise RuntimeError("mine")

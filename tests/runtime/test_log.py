@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from failing_disk import ERRNOS, FailingDisk
+from minitron import pretrain
 from minitron.config import cli, flops
 from minitron.runtime import log_formats as forms
 from minitron.runtime import sinks
@@ -25,7 +26,6 @@ from minitron.runtime.log import Log
 from minitron.runtime.log_formats import Iteration, Line
 from minitron.runtime.sinks import File
 from minitron.runtime.startup import Startup
-from minitron.supervise.goodput import of_run
 
 # A line of a 175B run on 96 nodes of 4 A100 (JUWELS Booster), as it was published.
 PUBLISHED = (
@@ -271,7 +271,7 @@ def test_files(tmp_path, capsys):
     before = time.time()
     for rank in (1, 0):
         with Log(cfg, rank, 2, device_name="NVIDIA H200") as log:
-            log.start(unigram_entropy=6.5)
+            log.record("run", world=log.world, unigram_entropy=6.5)
             for it in its:
                 log.iteration(it)
             log.evaluation(2, 3.5, 0.25)
@@ -380,7 +380,7 @@ def test_tensorboard(tmp_path, where, folder):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     cfg = cli.load([f"log.dir={tmp_path / 'run'}", f"log.tensorboard={where.format(tmp_path)}"])
     with Log(cfg, 0, 1) as log:
-        log.start(unigram_entropy=6.5)
+        log.record("run", world=log.world, unigram_entropy=6.5)
         log.iteration(replace(STEP, step=3, loss=4.0))
         log.iteration(replace(STEP, step=4, loss=math.nan))
         log.evaluation(4, 3.5)
@@ -486,12 +486,12 @@ def test_a_full_disk_costs_records_and_one_warning(tmp_path, capsys, monkeypatch
         for step in range(1, 10):
             if step in (4, 5, 6):
                 (sink,) = log._sinks
-                for file in (log._metrics, log._dllogger, log._rank_log, sink):
+                for file in (log.metrics, log._dllogger, log._rank_log, sink):
                     with files_of_at_most(file.path.stat().st_size + 20), monkeypatch.context() as patch:
                         if broken and step == 4:
                             patch.setattr(File, "_cut", lambda own, _: own._torn is None or os.ftruncate(-1, 0))
                         with monkeypatch.context() as others:
-                            for other in ("_metrics", "_dllogger", "_rank_log"):
+                            for other in ("metrics", "_dllogger", "_rank_log"):
                                 if getattr(log, other) is not file:
                                     others.setattr(log, other, None)
                             others.setattr(log, "_sinks", [sink] if file is sink else [])
@@ -603,17 +603,16 @@ def test_a_log_that_fails_at_any_operation_costs_records(tmp_path, capsys):
     def run(folder: Path, number: int = 0, first: int = 0, times: int = 1) -> FailingDisk:
         with FailingDisk(folder, number, first, times) as disk:
             with suppress(SystemExit), Log(cli.load([f"log.dir={folder}", "log.every=1"]), 0, 1) as log:
-                log.start(Startup({}, 0.0))
-                log.places(["host"])
-                log.ready()
+                startup = Startup({}, 0.0)
+                log.record("places", places=["host"])
                 for step in 1, 2:
-                    log.iteration(replace(STEP, step=step))
-                    log.saved(step, 0.5, local=False)
+                    log.iteration(it := replace(STEP, step=step))
+                    startup.on_figures(log, it)
+                    log.record("save", step=step, seconds=0.5, local=False)
                 log.evaluation(2, 1.5)
                 log.warn("a save failed")
                 log.alarm("a rank died", "traceback")
-                log.own_times(2, [0.1], [])
-                log.end(0.0, of_run)
+                pretrain.end_of_run(log, 0.0)
                 log.summary()
                 raise SystemExit(1)
         return disk

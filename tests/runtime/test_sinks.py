@@ -101,7 +101,7 @@ def whole(path, patience=60.0):
 def test_wandb_has_the_record_and_the_configuration(wandb, tmp_path):
     cfg = cli.load([f"log.dir={tmp_path / 'run'}", "log.wandb=my-project"])
     with Log(cfg, 0, 1) as log:
-        log.start(unigram_entropy=6.5)
+        log.record("run", unigram_entropy=6.5)
         log.iteration(replace(STEP, step=3, loss=4.0))
         log.iteration(replace(STEP, step=4, loss=float("nan")))
         log.evaluation(4, 3.5)

@@ -21,7 +21,7 @@ from minitron.comm.mesh import Mesh
 from minitron.config.schema import TrainConfig
 from minitron.data.loader import Loader
 from minitron.pipeline import executor
-from minitron.pipeline.schedule import Backward, BackwardWeight, Exchange, Forward
+from minitron.pipeline.schedule import Backward, BackwardWeight, Forward
 from minitron.runtime import stragglers
 from minitron.runtime.stragglers import STEPS, Stopwatch, Stragglers, median_of_others, slower
 from minitron.train import build
@@ -79,11 +79,10 @@ def test_on_a_gpu_one_microbatch_is_timed_and_on_a_cpu_all_are():
     def timed(watch, action):
         axis = SimpleNamespace(activity=SimpleNamespace(stopwatch=watch))
         run = SimpleNamespace(executor=SimpleNamespace(pp=axis), seed=1.0, batches=range(4))
-        return executor.Run._stopwatch(run, action) is watch
+        return executor.Pass._stopwatch(run, action) is watch
 
     assert [timed(device, action) for action in actions] == [False, True, True, False, True]
     assert all(timed(host, action) for action in actions)
-    assert not any(timed(watch, Exchange((), (), 0)) for watch in (device, host))
 
 
 def test_pauses_do_not_count():
@@ -174,7 +173,7 @@ def replayed_steps(slow_rank: int) -> tuple[list, set[int]]:
     trainer, alarms = build(cfg, mesh_of(cfg)), []
     trainer = replayed(trainer)
     clock, delay = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
-    forward, backward = executor.Run.forward, executor.Run.backward
+    forward, backward = executor.Pass.forward, executor.Pass.backward
 
     def timed_forward(run, op):
         clock.add_(1000).add_(delay)
@@ -184,10 +183,10 @@ def replayed_steps(slow_rank: int) -> tuple[list, set[int]]:
         clock.add_(2000)
         return backward(run, op)
 
-    log = SimpleNamespace(places=lambda _: None, own_times=lambda *_: None, alarm=alarms.append)
+    log = SimpleNamespace(record=lambda *_, **__: None, alarm=alarms.append)
     compared = Stragglers(trainer.mesh, log, cfg.train, lambda total, sign: total.add_(clock, alpha=sign))
     loader = Loader(dataset_of(cfg), cfg, trainer.mesh)
-    executor.Run.forward, executor.Run.backward = timed_forward, timed_backward
+    executor.Pass.forward, executor.Pass.backward = timed_forward, timed_backward
     try:
         for step in range(1, cfg.train.steps + 1):
             if step == 11:
@@ -196,7 +195,7 @@ def replayed_steps(slow_rank: int) -> tuple[list, set[int]]:
             trainer.step(loader.step((step - 1) * 8, step), 1e-3)
             compared.after(SimpleNamespace(step=step))
     finally:
-        executor.Run.forward, executor.Run.backward = forward, backward
+        executor.Pass.forward, executor.Pass.backward = forward, backward
         loader.close()
     return alarms, compared.slow
 
@@ -265,7 +264,7 @@ def cost_of_comparing() -> tuple[float, float]:
     steps = {"seq_len": 256, "global_batch_size": 4, "micro_batch_size": 1}
     cfg = config(LLAMA, {"model": sizes | {"max_positions": 256}, "train": steps, "parallel": {"tp": 2}})
     trainer = build(cfg, mesh_of(cfg))
-    log = SimpleNamespace(places=lambda _: None, own_times=lambda *_: None, alarm=print, info=print)
+    log = SimpleNamespace(record=lambda *_, **__: None, alarm=print, info=print)
     compared, loader = Stragglers(trainer.mesh, log, cfg.train, None), Loader(dataset_of(cfg), cfg, trainer.mesh)
     batches, watch, asked = loader.step(0, 1), compared.stopwatch, []
     loader.close()

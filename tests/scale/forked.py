@@ -177,7 +177,7 @@ def _join_and_end(rank: int, world: int, backend: str, port: int, agent: int) ->
         dist.get_backend = lambda *_: "nccl"
     signer = rendezvous.Signer()
     mesh = pretrain.make_mesh(cli.load(OPTIONS), world, torch.device("cpu"), signals.Listener(os.environ), signer)
-    gate = stop.Gate(stop.connect(signer))
+    gate = stop.StopGate(stop.connect(signer))
     serving = mesh.agreement.decide(lambda: None, lambda _: used(agent))  # when all ranks are there
     mine, started = {what: count - before[what] for what, count in used().items()}, time.monotonic()
     gate.next()

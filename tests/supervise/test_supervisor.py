@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from fault_run import PATIENCE, PYTHONPATH
+from minitron.runtime.status import why_it_ended
 from minitron.supervise import agent, lead, supervisor
 from minitron.supervise.lead import (
     BROKEN,
@@ -784,12 +785,12 @@ def test_the_first_beat_waits_for_no_other(tmp_path):
 
 
 def test_a_reason_is_one_line():
-    assert agent.reason(RuntimeError("two\nlines")) == "RuntimeError: two lines"
+    assert why_it_ended(RuntimeError("two\nlines")) == "RuntimeError: two lines"
     try:
         try:
             raise ValueError("train.steps=0")
         except ValueError:
             raise SystemExit(1) from None
     except SystemExit as error:
-        assert agent.reason(error) == "error: train.steps=0"
-    assert agent.reason(SystemExit(0)) == ""
+        assert why_it_ended(error) == "error: train.steps=0"
+    assert why_it_ended(SystemExit(0)) == ""
