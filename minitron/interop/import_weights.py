@@ -11,6 +11,7 @@ The checkpoint appears whole or not at all: it is written below a temporary name
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from math import prod
@@ -83,16 +84,19 @@ def write_checkpoint(
 ) -> None:
     """Write a checkpoint of weights from one process, in files of about FILE_BYTES. Raises CheckpointError.
 
-    config: a whole Config as a dict. An error of `pieces` leaves a temporary folder in `directory`.
+    config: a whole Config as a dict. After an error nothing of it is left in `directory`.
     """
     layout = dict.fromkeys(("world", "tp", "pp", "vp", "cp", "dp"), 1)
     about = {"iteration": iteration, "consumed_samples": 0, "config": config, "state": {}, "layout": layout}
     temporary, files, described = begin(directory, iteration, 0), {}, []
-    for group in _by_file(pieces):
-        name = f"part_{len(files):05d}.safetensors"
-        files |= write_shard(temporary / name, group)
-        described.append(describe(name, group))
-    commit(temporary, index_bytes(about, files), index_tensors(described))
+    try:
+        for group in _by_file(pieces):
+            name = f"part_{len(files):05d}.safetensors"
+            files |= write_shard(temporary / name, group)
+            described.append(describe(name, group))
+        commit(temporary, index_bytes(about, files), index_tensors(described))
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # it has another name if it was committed
 
 
 def _by_file(pieces: Iterable[TensorShard]) -> Iterator[list[TensorShard]]:

@@ -165,9 +165,9 @@ def test_sums_over_ranks_are_rounded_to_bf16_once(ranks):
             assert ((rounded - value).abs() <= 2.0**-8 * value.abs() + 1e-5).all(), f"{case}: {name}"
 
 
-def uneven_backward(dout, q, k, v, out, lse, saved, *, causal, scale):
+def uneven_backward(dout, q, k, v, out, lse, saved, options):
     """Gradients of 256 from the rank's own keys and of 1 from others': a sum that is kept in bf16 stays 256."""
-    return tuple(torch.full_like(x, 256.0 if causal else 1.0) for x in (q, k, v))
+    return tuple(torch.full_like(x, 256.0 if options.causal else 1.0) for x in (q, k, v))
 
 
 BACKENDS["uneven"] = Backend("uneven", FLASH_CPU.forward, uneven_backward)
@@ -194,7 +194,9 @@ def test_scores_far_beyond_the_range_of_exp(ranks, world):
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_no_gradient_leaks_into_another_document(ranks, world):
-    cases = [Case(style, 4, 4, True, backend, lonely=True) for style in STYLES for backend in BACKENDS]
+    cases = [
+        Case(style, 4, 4, True, backend, lonely=True) for style in STYLES for backend in ("flash", "reference", "exact")
+    ]
     outside = ~lonely_document().bool().squeeze(-1).squeeze(-1)
     for case, actual in run_whole(ranks, world, cases):
         for name in ("dq", "dk", "dv"):
