@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from layouts import GPT3, LLAMA, config, dataset_of, lowered, mesh_of
-from minitron.checkpoint import save as saving_module
+from minitron.checkpoint import destination
 from minitron.checkpoint.format import CheckpointError
 from minitron.config.schema import Config
 from minitron.data.loader import Loader
@@ -168,7 +168,7 @@ def fails(*_, **__):
 def leg_without_a_save(cfg: Config, until: int) -> list[dict]:
     """A leg whose save is given up in the middle, on its last rank."""
     last = dist.get_rank() + 1 == dist.get_world_size()
-    with mock.patch.object(saving_module, "write_shard", fails if last else saving_module.write_shard):
+    with mock.patch.object(destination, "write_shard", fails if last else destination.write_shard):
         return leg(cfg, until)
 
 

@@ -51,7 +51,6 @@ from minitron.data.indexed import IndexedWriter
 from minitron.data.loader import Loader
 from minitron.planner.dryrun.dryrun import fake_world
 from minitron.runtime import rendezvous, stop
-from minitron.runtime.log import Log
 from minitron.train import build
 
 NODE = 8  # ranks
@@ -319,7 +318,6 @@ def _mark_phases(ledger: counting.Ledger) -> None:
     for name in "newest_local_save", "restore":
         during(pretrain, name, lambda *_, **__: "load")
     during(save.Checkpointer, "save", lambda *_, local=False: "local save" if local else "save")
-    from_here(Log, "ready", lambda _: "first step")
     from_here(Activity, "begin_step", step)
     from_here(Loader, "close", lambda _: "end")
 

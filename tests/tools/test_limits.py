@@ -185,8 +185,8 @@ def test_what_a_tool_prints_and_its_error_move_no_cursor(capsys, monkeypatch):
 
     with pytest.raises(SystemExit) as caught:
         command.run(main)
-    assert plain(caught.value.code) and "\\x1b" in caught.value.code
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert caught.value.code == 1 and plain(err.rstrip("\n")) and "\\x1b" in err
     assert plain(out.replace("\n", "").replace("\t", "")) and "\tnext" in out
 
 

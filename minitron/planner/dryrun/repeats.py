@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from minitron.pipeline.schedule import Action, Exchange, Schedule
+from minitron.pipeline.schedule import Action, Exchange, Forward, Schedule
 
 
 def microbatches_to_walk(pp: int, vp: int, num_microbatches: int) -> int:
@@ -60,7 +60,10 @@ def _common(a: list, b: list) -> int:
 
 
 def _alike(actions: Sequence[Action]) -> Iterator[tuple]:
-    """Yield all of each action but its microbatch; the Exchange that it waits for counts from itself."""
+    """Yield all of each action but its microbatch, with the Exchange that it waits for counted from itself.
+
+    A forward's `last` is left out, too: it records an event, and neither allocates nor communicates.
+    """
     exchanges = 0
     for action in actions:
         late = exchanges - action.after if action.after else None
@@ -69,5 +72,5 @@ def _alike(actions: Sequence[Action]) -> Iterator[tuple]:
             messages = (tuple((t.kind, t.stage, t.peer) for t in side) for side in (action.sends, action.recvs))
             yield Exchange, late, *messages
         else:
-            flags = getattr(action, "first", False), getattr(action, "last", False)
+            flags = () if isinstance(action, Forward) else (getattr(action, "first", False), action.last)
             yield type(action), late, action.chunk, flags, action.input is None, action.output is None
