@@ -36,7 +36,7 @@ def use_shared_files_on_each_rank():
         Path(cfg.log.dir).with_name("notes").open("a").close()
 
     def look_first(self, *args, **options):
-        os.listdir(self.directory)
+        os.listdir(self.shared.directory)
         return save(self, *args, **options)
 
     def read_first(start, *args, **options):

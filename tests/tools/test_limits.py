@@ -196,7 +196,8 @@ def test_an_error_that_quotes_a_file_is_as_short_as_a_line(capsys):
 
     with pytest.raises(SystemExit) as caught:
         command.run(main)
-    assert "model.safetensors" in caught.value.code and len(caught.value.code) < 2500
+    err = capsys.readouterr().err
+    assert caught.value.code == 1 and "model.safetensors" in err and len(err) < 2500
 
 
 def test_no_memory_is_one_line():
