@@ -124,7 +124,7 @@ NAMES = {
     "attention": "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x128x128_4x1x1_kernel0_0",
     "optimizer": "_adamw",
     "copy": "Memcpy DtoD (Device -> Device)",
-    "pointwise": "_swiglu_forward",
+    "pointwise": "_cast",
 }
 
 

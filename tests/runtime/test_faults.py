@@ -414,10 +414,10 @@ def test_sigusr1_is_heard_after_triton_has_compiled(stop):
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
 
-    from minitron.kernels.fused import _swiglu_forward
+    from minitron.kernels.fused import _square_sums
 
     source = triton.compiler.ASTSource(
-        _swiglu_forward, {"x": "*fp32", "y": "*fp32", "f": "i32", "BLOCK": "constexpr"}, {(3,): 128}
+        _square_sums, {"x": "*fp32", "sums": "*fp64", "n": "i32", "BLOCK": "constexpr"}, {(3,): 128}
     )
     triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1, "num_stages": 1})
     stop.should_stop()
@@ -730,7 +730,7 @@ def test_only_skips_in_a_row_end_a_run():
 def test_spikes_that_train_rerun_skips_do_not_end_a_run():
     stop = Stop(Mesh.offline(), SimpleNamespace(), 3, Listener({}))
     for step in range(1, 9):  # its gradients were finite
-        stop.saw(dataclasses.replace(iteration(step, 1), grad_norm=1e4))
+        stop.on_figures(dataclasses.replace(iteration(step, 1), grad_norm=1e4))
 
 
 def test_the_search_for_a_loss_scale_does_not_end_a_run():
