@@ -2,22 +2,33 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
+from layouts import LLAMA, config
 from minitron.comm.mesh import Mesh
-from minitron.data.loader import squared_lengths
+from minitron.data.gpt import Sample
+from minitron.data.loader import Loader
 from minitron.runtime.meter import Meter
 from minitron.runtime.observer import StepDone
 
 
 def test_padding_is_no_document():
     """The last document of a sample is what fills it, where it has padding."""
-    documents = [(0, 5, 12, 16), (0, 16), (0, 3, 16)]
-    squares = sum(map(squared_lengths, documents, (4, 0, 0)))
-    assert squares == 5**2 + 7**2 + 16**2 + 3**2 + 13**2
-    assert sum(map(squared_lengths, documents, (0, 0, 0))) == squares + 4**2
-    assert squared_lengths(None, 0) == 0
+    train = {"seq_len": 16, "micro_batch_size": 3, "global_batch_size": 3}
+    together, apart = (config(LLAMA, {"train": train, "data": {"separate_documents": on}}) for on in (False, True))
+
+    def squares(cfg, *padding):
+        starts = [5, 12], [], [3]
+        samples = [Sample(np.arange(17), np.array(x, np.int32), padding=n) for x, n in zip(starts, padding)]
+        (batch,) = Loader(samples, cfg, Mesh.offline()).step(0, 1)
+        assert batch.padding == sum(padding)
+        return batch.squared_lengths
+
+    assert squares(apart, 4, 0, 0) == 5**2 + 7**2 + 16**2 + 3**2 + 13**2
+    assert squares(apart, 0, 0, 0) == squares(apart, 4, 0, 0) + 4**2
+    assert squares(together, 0, 0, 0) == 0
 
 
 def step_of_a_rank(**shape):
