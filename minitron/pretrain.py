@@ -269,7 +269,7 @@ def load_tokenizer(spec: str, cache: Cache) -> Tokenizer:
 
 
 def build_data(cfg: Config, start: ResumePoint = ResumePoint(), first_on_node: bool = True) -> Datasets:
-    """Open the data of the run. A resumed run keeps its order of samples, whatever its number of steps is now.
+    """Open the data of the run. A resumed run keeps its order of samples, also with another number of steps.
 
     Safe on all ranks at once, and needs no process group. first_on_node: see build_datasets. Raises ValueError.
     """

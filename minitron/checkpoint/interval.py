@@ -8,7 +8,7 @@ FIRST_STEPS apart, are measured; each later one comes after the interval of `sav
                20     the second: so is what the first one cost. All ranks agree on the next interval
                20 + n, and so on; each save measures anew
 
-A save costs the extra time of the steps that overlap it: the step after it waits for the copy, and the steps during its
+A save costs the extra time of the steps that overlap it. The step after it waits for the copy. The steps during its
 writing share cores, disks and networks with it. Medians are compared, since steps vary for other reasons, too.
 
 Measurements differ from rank to rank. At each save the largest measurement of all ranks is used, and all ranks get the

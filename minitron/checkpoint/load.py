@@ -1,4 +1,4 @@
-"""Find the checkpoint that a run resumes from, and restore it into a trainer, whatever layout either has.
+"""Find the checkpoint that a run resumes from, and restore it into a trainer of any layout.
 
 Each rank reads the boxes of its own slices straight into the optimizer's masters and moments. Threads read some blocks
 ahead; there is no second copy of the state, so resuming takes no more memory than a fresh start. Parameters are then

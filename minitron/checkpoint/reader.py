@@ -36,7 +36,7 @@ COUNTERS = {"optimizer_steps": 0, "clean_steps": 0, "loss_tolerance": -1 << 31} 
 
 
 class Reader:
-    """An open checkpoint. path: its folder, or a directory of checkpoints, of which the newest is opened.
+    """An open checkpoint. path: its folder, or a directory of checkpoints: then the newest is opened.
 
     facts: of a Reader of this checkpoint on another rank; the index is then neither opened nor checked again.
     Attributes: path, index, iteration, consumed_samples, config, layout, state and files as in the index;

@@ -1,7 +1,7 @@
 """What a checkpoint holds of a trainer, as boxes of global tensors.
 
-The optimizer's float32 masters and moments, of which every rank holds slices; fp16's loss scale; the FP8 histories;
-what `train.rerun` remembers. No more is needed: parameters are rounded or cast masters, dropout hashes counters, and
+It is each rank's slices of the optimizer's float32 masters and moments, fp16's loss scale, the FP8 histories, and the
+history of `train.rerun`. No more is needed: parameters are rounded or cast masters, dropout hashes counters, and
 the order of the data follows from the data and the number of samples consumed.
 """
 

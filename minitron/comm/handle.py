@@ -1,7 +1,7 @@
 """Results that are under way, and moments in the device's work.
 
-Problem: a collective or a copy is faster beside a product than before it, so whoever starts one gets no result yet. The
-idea: all of them return a `Handle`. Its `wait()` orders later work after the operation and returns the result:
+Problem: a collective or a copy is faster beside a product than before it, so its caller gets no result yet. The idea:
+all of them return a `Handle`. Its `wait()` orders later work after the operation and returns the result:
 
     handle = all_gather_into(out, x, axis, wait=False)     launched
     y = a @ b                                              runs beside it

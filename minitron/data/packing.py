@@ -8,9 +8,9 @@ Only lengths matter for that, so the input is their histogram, and the output is
 
     2 documents of 6 tokens, 1 of 4, 5 of 2     1 x (6, 4)   1 x (6, 2, 2)   1 x (2, 2, 2)
 
-All sequences with equal room left are filled at once, so a million documents take milliseconds.  The places of
-documents of equal length, and the order of the sequences, are drawn anew in every epoch from (seed, epoch) alone:
-sample i is sequence i mod n of epoch i div n, in every layout, for any number of steps, and after a resume.
+All sequences with equal room left are filled at once, so a million documents take milliseconds.  Each epoch draws the
+places of documents of equal length, and the order of the sequences, from (seed, epoch) alone.  So sample i is sequence
+i mod n of epoch i div n.  That holds in every layout, for any number of steps, and after a resume.
 
 The last sequence of an epoch is mostly padding.  Left out: balancing the attention work of sequences, which differs
 with the square of the documents' lengths.

@@ -1,8 +1,8 @@
 """Compare copies of a parameter on several ranks, which must be equal.
 
 Problem: every tensor-parallel rank has a copy of each norm's weight, and every data rank a copy of everything. No step
-compares them. A wrong gradient on one rank, a gather that failed or a flipped bit raises no error: from then on ranks
-train different models, and the loss shows it much later or never. The idea:
+compares them. A wrong gradient on one rank, a gather that failed or a flipped bit raises no error. From then on ranks
+train different models. The loss shows it much later or never. The idea:
 
   1. Each rank reads the bits of a parameter as integers and adds them up, once as they are and once multiplied by their
      position, which detects a swap. Such sums, modulo 2^64, are exact: equal bits give equal sums in any order.

@@ -16,9 +16,9 @@ share of the median, FLOORS. So a loss must be a tenth above it, and a norm elev
 10 at which Megatron-LM runs a step again. After IN_A_ROW skipped spikes the losses are a new level: the history is
 cleared. Checkpoints hold the history.
 
-Each rank compares figures that other ranks' gradients do not reach: its part of the loss sum, and the norm of the
-gradients that it computed and that are not summed yet (the reduce-scatter overwrites its own slice, one of P). Only if
-these are equal on all ranks does a difference in own slices count. Equal means within TOLERANCE: kernels that add in
+Each rank compares figures that other ranks' gradients do not reach. They are its part of the loss sum, and the norm of
+its gradients that are not summed yet. (The reduce-scatter overwrites its own slice, one of P.) A difference in own
+slices counts only if these are equal on all ranks. Equal means within TOLERANCE: kernels that add in
 another order each time change a norm by some 1e-3, and the faults that matter are larger.
 
 Left out: which rank of a tensor- or pipeline-parallel group is faulty, if a wrong value reaches the others before the

@@ -1,7 +1,7 @@
 """Matrix products and tensor-parallel communication: one after the other, or at the same time.
 
-Problem: under sequence parallelism a linear layer gathers its input, or scatters its output, and the GPU's matrix units
-are idle meanwhile: a fifth of the step of a 70B block at tp 4. A collective could run beside a product, but it needs
+Problem: under sequence parallelism a linear layer gathers its input, or scatters its output. The GPU's matrix units are
+idle meanwhile, which can be a fifth of a step. A collective could run beside a product, but it needs
 SMs, which a product does not release before its end. The idea: cut the product by rows, and move one piece while
 another is computed. Over NVLink ranks read each other's memory with copy engines (comm/shared_memory.py), without SMs:
 

@@ -1,6 +1,6 @@
 """Pipeline schedules as plain data: what every rank computes, sends and receives, in order.
 
-Problem: a model cut into pp parts keeps one rank busy and pp - 1 idle, unless the batch is cut too: rank 1 works on
+Problem: a model cut into pp parts keeps one rank busy and pp - 1 idle. So the batch is cut, too: rank 1 works on
 microbatch 0 while rank 0 is on microbatch 1. The order of the work decides how long ranks idle (the bubble), how many
 activations they hold, and whether their messages can deadlock. So the order is data here: made, checked, timed and
 drawn without torch, then run by the executor. The idea:
@@ -37,9 +37,9 @@ Messages of interleaved ranks take a tick. Without it every Exchange comes just 
 hides it. More ticks are not better: NCCL runs a rank's Exchanges in order, so an early one delays the next. With one
 chunk a rank, or fewer microbatches than ranks, a tick does not help on average, so messages take none there.
 
-A backward takes twice the ticks of a forward because its products take twice the time; a clock that differs from the
-real times makes ranks wait. b and w need different tick counts, or their messages share an Exchange by chance and the
-earlier one waits.
+A backward takes twice the ticks of a forward because its products take twice the time. Ranks wait if the clock differs
+from the real times. b and w need different tick counts, or their messages share an Exchange by chance and the earlier
+one waits.
 
 Left out: schedules that split with vp > 1, or that hold more activations and have no bubble (ZB-H2); and weights that
 change in the middle of a batch (PipeDream).

@@ -1,8 +1,8 @@
 """The goodput of a planned job that fails now and then, and the best interval between its saves.
 
-Problem: a plan's days are those of machines that never fail. The idea: the cost of failures follows from four numbers:
-the time between failures, the time of a recovery, the time that a save takes from training, and the time until a save
-is complete. The user gives the first; the others have defaults, each with its source in `SOURCES`:
+Problem: a plan's days are those of machines that never fail. The idea: the cost of failures follows from four
+times. They are the time between failures, of a recovery, that a save takes from training, and until a save is
+complete. The user gives the first; the others have defaults, each with its source in `SOURCES`:
 
     a save costs     its wait for the copy, and the share by which steps are slower while files are written
     a save takes     the state, 12 bytes a trained parameter, at what all GPUs can write and the shared disk takes

@@ -23,8 +23,8 @@ and the gradients of what the products gave, in a block
 With LoRA only adapters have gradients and states, and a product whose weight is frozen leaves no input: no norm's
 result, no activation, but where an adapter reads it, and then in bf16.
 
-A step that is recorded as CUDA graphs (pipeline/replay.py) needs more: 4 to 8 KiB in the driver for a kernel or copy,
-and what the pool of its activations leaves unused beyond the fragments of eager steps. Evaluation reuses the buffers of
+A step that is recorded as CUDA graphs (pipeline/replay.py) needs more: 4 to 8 KiB in the driver for a kernel or copy.
+The pool of its activations also has more fragments than eager steps have. Evaluation reuses the buffers of
 a step's FP8 casts. None of this is part of the peak: if there is no room for a recording, the steps stay eager.
 
 Sizes that the trainer has a name for come from config/sizes.py. What autograd keeps has none: these formulas follow

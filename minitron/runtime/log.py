@@ -21,9 +21,9 @@ Every number arrives here reduced over the ranks, as a host float: any rank can 
 here. The name of a rate tells which FLOPs it counts, see `minitron.config.flops`: the line of `megatron` prints
 hardware TFLOPs, that of `megatron-core` causal ones, MFU counts the full ones, and metrics.jsonl has all three.
 
-A line covers the iterations since the line before, as Megatron's does: the mean loss of those that were not skipped,
-the mean time of all, how many were skipped or had a NaN loss. The other fields are those of the last iteration. If it
-was skipped, the line has no gradient norm. If all were skipped, it has no loss.
+A line covers the iterations since the line before, as Megatron's does. It has the mean loss of those that were not
+skipped, the mean time of all, and how many were skipped or had a NaN loss. The other fields are those of the last
+iteration. If it was skipped, the line has no gradient norm. If all were skipped, it has no loss.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ after profile.end_step, only on profile.ranks:
     torch   a Chrome trace (ui.perfetto.dev opens it) and a table of the operations that took longest
     memory  a snapshot of the allocator, with the Python stack of each allocation, for pytorch.org/memory_viz
 
-The host runs ahead of a GPU, so it waits for the device before the first and after the last of these steps, and only
-there: the profile has all of their work and no other work. A loop that ends early, for example out of memory, leaves
+The host runs ahead of a GPU. So it waits for the device before the first and after the last of these steps, and nowhere
+else. The profile has all of their work and no other work. A loop that ends early, for example out of memory, leaves
 the profile up to there. A full disk costs the profile, not the run.
 Left out: NVTX ranges of single operations, which would slow the measured steps.
 """

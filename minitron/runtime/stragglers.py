@@ -175,9 +175,9 @@ class Stragglers(Observer):
 def slower(times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Compare ranks with the same work. times: [steps, ranks] seconds.
 
-    Returns for each rank how many times as long as the others it took (median of its steps, by the median of theirs),
-    and whether it is surely slower: in 19 of 20 steps it took SLOW_RATIO times as long as that median, and longer than
-    the others (their median) in 19 of 20 steps.
+    Returns two figures for each rank. The first is the median of its times over the median of the others' times. The
+    second is whether it is surely slower. Then in 19 of 20 steps it took SLOW_RATIO times as long as that median, and
+    in 19 of 20 steps longer than the median of the others.
     """
     medians, low, high = np.median(times, 0), *np.sort(times, 0)[[1, -2]]
     usual = median_of_others(medians)

@@ -1,7 +1,7 @@
 """Report where a run hangs, and end it.
 
-Problem: when one rank of a thousand stops (a lost disk, a driver, a branch that only it took), the others wait for it
-in a collective: silently, and with GPUs that look busy. The idea:
+Problem: one rank of a thousand stops: a lost disk, a driver, a branch that only it took. The others wait for it in a
+collective, silently, and with GPUs that look busy. The idea:
 
 1. Each rank has an `Activity`: step, schedule action, collective. The code of the step keeps it up to date, by a few
    attribute writes. Every `Axis` carries it, so collectives find it and it need not be a global.

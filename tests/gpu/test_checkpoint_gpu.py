@@ -81,7 +81,7 @@ def test_a_late_copy_holds_what_was_there_and_the_run_goes_on_from_it(tmp_path, 
     """
     small = {
         "model": dict(num_layers=2, hidden_size=512, ffn_hidden_size=512, num_heads=8, num_kv_heads=8),
-        "train": dict(global_batch_size=1),
+        "train": dict(global_batch_size=1, cuda_graph="off"),  # a recording waits for the device
     }
     cfg = config(LLAMA, small, change)
     now, late = (Run(saving(cfg, tmp_path / name, keep=0)) for name in ("now", "late"))
