@@ -46,12 +46,13 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Leave to the slow run all but each n-th case of a test that is marked `sampled(n)`."""
+    """Leave to the slow run all but each n-th case of a test marked `sampled(n, *kept)`, and those with a kept id."""
     seen = Counter()
     for item in items:
         if sampled := item.get_closest_marker("sampled"):
             test = item.nodeid.partition("[")[0]
-            if seen[test] % sampled.args[0]:
+            n, *kept = sampled.args
+            if seen[test] % n and not any(f"[{name}]" in item.nodeid for name in kept):
                 item.add_marker(pytest.mark.slow)
             seen[test] += 1
 

@@ -155,7 +155,7 @@ def test_dropout(ranks, base, world, layout):
     assert_equals_one_process(ranks, world, base, DROPOUT, axes(layout))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(3, "none-2-tp=2")
 @pytest.mark.parametrize(
     "world,layout", [(2, ""), (2, "tp=2"), (4, "tp=4 sequence_parallel=off"), (4, "tp=2 pp=2 vp=2")]
 )

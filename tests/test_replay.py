@@ -125,7 +125,7 @@ def steps_are_the_same(ranks, world, base, change, layout):
     same(ranks, world, config(base, {"model": {"num_layers": 4}}, change, axes(layout), steps), graph.MOST_NODES)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, "1-7--1-3")
 @pytest.mark.parametrize(
     "world, batch, layout, most_nodes, graphs",
     [

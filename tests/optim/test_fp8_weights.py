@@ -113,7 +113,7 @@ def assert_the_same_run(ranks, world, cfg, other, *args):
         assert not any(name.endswith("bias") for name in kept)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(3, "2--current")
 @pytest.mark.parametrize(
     "world, layout, recipe",
     [
