@@ -63,6 +63,7 @@ class Run:
         self.saves.save(self.done, self.done * self.cfg.train.global_batch_size)
 
     def close(self):
+        self.trainer.runner.close()
         self.saves.wait()
         self.loader.close()
         self.log.close()
