@@ -25,7 +25,7 @@ from minitron.config.sizes import stage_layers
 from minitron.data.loader import Loader
 from minitron.data.mock import MockDataset
 from minitron.model.gpt import GPT
-from minitron.parallel.layout import make_layout
+from minitron.parallel.layer_context import make_layer_context
 from minitron.pipeline.schedule import make
 from minitron.planner.dryrun import kernels
 
@@ -38,10 +38,10 @@ def build_rank(recipe: str) -> list[GPT]:
     cfg = cli.load([recipe])
     p = cfg.parallel
     mesh = Mesh.offline(p.tp * p.pp * p.cp, 0, tp=p.tp, pp=p.pp, cp=p.cp, device="meta")
-    layout = make_layout(cfg, mesh, kernels.choose(cfg))
+    context = make_layer_context(cfg, mesh, kernels.choose(cfg))
     stages = stage_layers(cfg.model.num_layers, p.pp, p.vp, p.layers_per_stage)
     mine, last = range(0, len(stages), p.pp), len(stages) - 1
-    return [GPT(cfg, mesh, layout, stages[i], first=i == 0, last=i == last) for i in mine]
+    return [GPT(cfg, mesh, context, stages[i], first=i == 0, last=i == last) for i in mine]
 
 
 def loader_step(recipe: str, ranks: int) -> Callable[[], list]:

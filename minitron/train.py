@@ -42,7 +42,7 @@ from minitron.optim.replicas import Replicas
 from minitron.optim.rerun import Rerun
 from minitron.optim.scaler import LossScaler
 from minitron.optim.zero1 import Stats, Zero1Optimizer
-from minitron.parallel.layout import make_layout
+from minitron.parallel.layer_context import make_layer_context
 from minitron.pipeline.executor import Executor, MakeSchedule, local_totals
 from minitron.pipeline.replay import Eager, Replay, why_eager
 from minitron.pipeline.schedule import make
@@ -105,7 +105,7 @@ class Trainer:
     @property
     def shared_bytes(self) -> int:
         """GPU memory that ranks of a node share, which torch's allocator does not count."""
-        return self.chunks[0].layout.comm.nbytes + self.gradients.slices.nbytes
+        return self.chunks[0].context.comm.nbytes + self.gradients.slices.nbytes
 
     def describe(self) -> str:
         """Describe the model, the layout and the kernels in one line."""
@@ -119,7 +119,7 @@ class Trainer:
             f"{m.family}: {m.num_layers} layers, hidden {m.hidden_size}, "
             f"{here / 1e6:.2f} M parameters on rank {mesh.rank}{frozen} | tp {mesh.tp.size} pp {mesh.pp.size} "
             f"vp {len(self.chunks)} cp {mesh.cp.size} dp {mesh.dp.size} | {self.cfg.precision.dtype}, "
-            f"{self.kernels.names}, tp: {type(self.chunks[0].layout.comm).__name__}, "
+            f"{self.kernels.names}, tp: {type(self.chunks[0].context.comm).__name__}, "
             f"dp: {type(self.gradients.slices).__name__}"
         )
 
@@ -141,8 +141,8 @@ def build(
     chosen = chosen or kernels.choose(cfg, mesh.device)
     stages = stage_layers(m.num_layers, pp.size, vp, cfg.parallel.layers_per_stage)
     mine = range(pp.rank, pp.size * vp, pp.size)
-    layout = make_layout(cfg, mesh, chosen)
-    chunks = [GPT(cfg, mesh, layout, stages[i], first=i == 0, last=i == len(stages) - 1) for i in mine]
+    context = make_layer_context(cfg, mesh, chosen)
+    chunks = [GPT(cfg, mesh, context, stages[i], first=i == 0, last=i == len(stages) - 1) for i in mine]
     if cfg.finetune.kind == "lora":
         for chunk in chunks:
             lora.attach(chunk, cfg)
@@ -159,8 +159,8 @@ def build(
         shape,
         DTYPES[cfg.precision.dtype],
         begin_backward=gradients.begin_backward,
-        begin_pass=layout.comm.begin_pass,
-        put_off=layout.put_off,
+        begin_pass=context.comm.begin_pass,
+        weight_queue=context.weight_queue,
         make=schedule or partial(make, kind=cfg.parallel.schedule),
     )
     scaler = LossScaler(cfg.precision, mesh.device, micro_batch_size * cfg.train.seq_len)
@@ -171,7 +171,7 @@ def build(
     def reset() -> None:
         fp8.drop_casts()
         gradients.reset()
-        layout.comm.reset()
+        context.comm.reset()
 
     runner: Eager | Replay = Eager(executor, scaler.backward_scale, gradients.finish, reset)
     if cfg.train.cuda_graph != "off" and why_eager(cfg, mesh.device, chosen.attention.masks_documents) is None:

@@ -16,7 +16,7 @@ from minitron.kernels import plain
 from minitron.kernels.gemm import Activation, Gemm
 from minitron.kernels.param import GradSlot
 from minitron.model.layers import rope_frequencies, rope_tables, split_heads
-from minitron.parallel.layout import Layout
+from minitron.parallel.layer_context import LayerContext
 from minitron.parallel.linear import ColumnParallelLinear, RowParallelLinear, apply_linear
 from minitron.parallel.mlp import activate, mlp
 from minitron.parallel.vocab import lookup
@@ -69,7 +69,7 @@ def test_activations(name):
 
 
 def double_layout():
-    return Layout(dtype=torch.float64)
+    return LayerContext(dtype=torch.float64)
 
 
 def filled_parameters(*shapes):

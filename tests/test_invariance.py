@@ -197,7 +197,7 @@ def test_recomputation_changes_nothing(ranks, base, world, layout, recompute):
 )
 @pytest.mark.parametrize("base", [LLAMA, GPT3], ids=["llama", "gpt"])
 def test_weight_gradients_apart(ranks, base, world, layout, recompute):
-    """More of it, bit by bit against 1F1B, is in tests/pipeline/test_deferred.py."""
+    """More of it, bit by bit against 1F1B, is in tests/pipeline/test_weight_queue.py."""
     layout = axes(f"{layout} schedule=zb-h1")
     assert_equals_one_process(ranks, world, base, DROPOUT, layout, {"train": {"recompute": recompute}})
 

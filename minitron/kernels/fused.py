@@ -414,24 +414,24 @@ def as_int32(word: int) -> int:
 
 @triton.jit(do_not_specialize=["place", "first", "tokens"])
 def _drop_elements(
-    x, y, keys, place, first, tokens, h, factor, THRESHOLD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    x, y, counters, place, first, tokens, h, factor, THRESHOLD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     rows, columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (rows < tokens)[:, None] & (columns < h)[None, :]
-    token_words = _mix(tl.load(keys + rows, rows < tokens, other=0).to(tl.uint32) ^ place.to(tl.uint32))
+    token_words = _mix(tl.load(counters + rows, rows < tokens, other=0).to(tl.uint32) ^ place.to(tl.uint32))
     words = _mix(token_words[:, None] ^ _index_word(first + columns)[None, :])
     at = rows.to(tl.int64)[:, None] * h + columns[None, :]
     value = tl.load(x + at, inside, other=0.0).to(tl.float32) * factor
     tl.store(y + at, tl.where(words.to(tl.int64) >= THRESHOLD, value, 0.0), inside)
 
 
-def drop_elements(x: Tensor, keys: Tensor, place: int, first: int, threshold: int, factor: float) -> Tensor:
+def drop_elements(x: Tensor, counters: Tensor, place: int, first: int, threshold: int, factor: float) -> Tensor:
     """Zero the elements whose random word is below the threshold, scale the others; see kernels/rng.py."""
-    x, h, tokens = x.contiguous(), x.shape[2], keys.numel()
+    x, h, tokens = x.contiguous(), x.shape[2], counters.numel()
     y, tile = torch.empty_like(x), dict(ROWS=4, BLOCK=1024, num_warps=8)  # a channel's word serves four rows
     grid = triton.cdiv(tokens, tile["ROWS"]), triton.cdiv(h, tile["BLOCK"])
     _drop_elements[grid](
-        x, y, keys.contiguous(), as_int32(place), first, tokens, h, factor, THRESHOLD=threshold, **tile
+        x, y, counters.contiguous(), as_int32(place), first, tokens, h, factor, THRESHOLD=threshold, **tile
     )
     return y
 

@@ -29,10 +29,10 @@ from minitron.kernels.fp8 import Fp8State
 from minitron.kernels.gemm import Activation, Gemm, Quantized
 from minitron.kernels.kernels import choose
 from minitron.kernels.param import Param, Shard, named_params_of, with_main_grad
-from minitron.kernels.rng import AttentionDropout, dropout, token_keys
+from minitron.kernels.rng import AttentionDropout, dropout, token_counters
 from minitron.model.layers import Norm, Residual, rope_frequencies, rope_tables, split_heads
 from minitron.parallel.context import ContextAttention
-from minitron.parallel.layout import Layout, make_layout
+from minitron.parallel.layer_context import LayerContext, make_layer_context
 from minitron.parallel.linear import ColumnParallelLinear, Linear, RecomputeInput, RowParallelLinear, apply_linear
 from minitron.parallel.mlp import activate, mlp
 from minitron.parallel.tiles import Documents
@@ -46,39 +46,39 @@ class Microbatch:
 
     rope: tuple[Tensor, Tensor] | None  # cos, sin: [s/cp, b, 1, d/2]
     documents: Documents | None
-    keys: Tensor | None  # dropout counters [s/cp, b]
-    local_keys: Tensor | None  # of the rows this rank has between blocks: [s/cp/tp, b]
+    counters: Tensor | None  # dropout counters [s/cp, b]
+    local_counters: Tensor | None  # of the rows this rank has between blocks: [s/cp/tp, b]
 
 
 class Attention(nn.Module):
     """Causal self-attention with grouped queries: x [s/cp/tp, b, h] -> [s/cp/tp, b, h]; n/tp heads on this rank."""
 
-    def __init__(self, cfg: Config, mesh: Mesh, layout: Layout, layer: int, gemm: Callable[[], Gemm]):
+    def __init__(self, cfg: Config, mesh: Mesh, context: LayerContext, layer: int, gemm: Callable[[], Gemm]):
         super().__init__()
         m, tp = cfg.model, mesh.tp.size
-        self.layer, self.ops = layer, layout.kernels.ops
-        self.attend = ContextAttention(mesh.cp, cfg.parallel.cp_style, layout.kernels.attention, self.ops)
+        self.layer, self.ops = layer, context.kernels.ops
+        self.attend = ContextAttention(mesh.cp, cfg.parallel.cp_style, context.kernels.attention, self.ops)
         self.heads, self.kv_heads, self.head_dim = m.num_heads // tp, m.kv_heads // tp, m.head_dim
         self.first_head, self.dropout = mesh.tp.rank * self.heads, m.attention_dropout
         width, kv_width, bias = m.num_heads * m.head_dim, m.kv_heads * m.head_dim, m.family == "gpt"
         self.qkv = ColumnParallelLinear(
-            m.hidden_size, (width, kv_width, kv_width), layout, std=m.init_std, bias=bias, gemm=gemm()
+            m.hidden_size, (width, kv_width, kv_width), context, std=m.init_std, bias=bias, gemm=gemm()
         )
-        self.out = RowParallelLinear(width, m.hidden_size, layout, std=output_std(m), bias=bias, gemm=gemm())
+        self.out = RowParallelLinear(width, m.hidden_size, context, std=output_std(m), bias=bias, gemm=gemm())
 
     def forward(self, x: Tensor | Quantized, mb: Microbatch, recompute_input: RecomputeInput | None = None) -> Tensor:
-        qkv = self.qkv(x, recompute_input, mb.local_keys).unflatten(-1, (-1, self.head_dim))
+        qkv = self.qkv(x, recompute_input, mb.local_counters).unflatten(-1, (-1, self.head_dim))
         # q [s/cp, b, n/tp, d]; k, v [s/cp, b, g/tp, d]
         q, k, v = split_heads(qkv, (self.heads, self.kv_heads, self.kv_heads), mb.rope, self.ops)
         dropped = None
         if self.dropout and self.training:
-            assert mb.keys is not None
-            dropped = AttentionDropout(self.dropout, mb.keys, self.layer, self.first_head)
+            assert mb.counters is not None
+            dropped = AttentionDropout(self.dropout, mb.counters, self.layer, self.first_head)
         y = self.attend(q, k, v, mb.documents, dropped)
-        return self.out(y.flatten(2), keys=mb.keys)
+        return self.out(y.flatten(2), counters=mb.counters)
 
     @property
-    def reader(self) -> Gemm | None:
+    def input_format(self) -> Gemm | None:
         """The number format in which x is read, so that x may be its cast alone; None: x is wanted as it is."""
         return self.qkv.format
 
@@ -86,25 +86,25 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Two linear layers around an activation: x [s/cp/tp, b, h] -> the same; f/tp inner channels on this rank."""
 
-    def __init__(self, cfg: Config, layout: Layout, gemm: Callable[[], Gemm]):
+    def __init__(self, cfg: Config, context: LayerContext, gemm: Callable[[], Gemm]):
         super().__init__()
         m, bias = cfg.model, cfg.model.family == "gpt"
         gated, f = cfg.model.family == "llama", m.ffn_hidden_size
-        self.activation = Activation.of(layout.kernels.ops, "swiglu" if gated else "gelu")
+        self.activation = Activation.of(context.kernels.ops, "swiglu" if gated else "gelu")
         self.up = ColumnParallelLinear(
-            m.hidden_size, (f, f) if gated else (f,), layout, std=m.init_std, bias=bias, gemm=gemm()
+            m.hidden_size, (f, f) if gated else (f,), context, std=m.init_std, bias=bias, gemm=gemm()
         )
-        self.down = RowParallelLinear(f, m.hidden_size, layout, std=output_std(m), bias=bias, gemm=gemm())
+        self.down = RowParallelLinear(f, m.hidden_size, context, std=output_std(m), bias=bias, gemm=gemm())
 
     def forward(self, x: Tensor | Quantized, mb: Microbatch, recompute_input: RecomputeInput | None = None) -> Tensor:
         if self.up.adapter is self.down.adapter is None:
             return mlp(x, self.up.linear, self.down.linear, self.activation, recompute_input)
-        inner = self.up(x, recompute_input, mb.local_keys)
+        inner = self.up(x, recompute_input, mb.local_counters)
         recompute = None if recompute_input is None else partial(self.activation.forward, inner.detach())
-        return self.down(activate(inner, self.activation), recompute, mb.keys)
+        return self.down(activate(inner, self.activation), recompute, mb.counters)
 
     @property
-    def reader(self) -> Gemm | None:
+    def input_format(self) -> Gemm | None:
         """The number format in which x is read, as for attention."""
         return self.up.format
 
@@ -115,15 +115,15 @@ class Block(nn.Module):
     Each of these sums, with the bias that attention and MLP leave out, is made by the norm that reads it next.
     """
 
-    def __init__(self, cfg: Config, mesh: Mesh, layout: Layout, layer: int, fp8_state: Fp8State):
+    def __init__(self, cfg: Config, mesh: Mesh, context: LayerContext, layer: int, fp8_state: Fp8State):
         super().__init__()
         m = cfg.model
         gemm = partial(fp8_state.gemm, layer)
-        norm = partial(Norm, m.hidden_size, m.norm_eps, layout, bias=m.family == "gpt")
-        self.norm1, self.attention = norm(), Attention(cfg, mesh, layout, layer, gemm)
-        self.norm2, self.mlp = norm(), MLP(cfg, layout, gemm)
+        norm = partial(Norm, m.hidden_size, m.norm_eps, context, bias=m.family == "gpt")
+        self.norm1, self.attention = norm(), Attention(cfg, mesh, context, layer, gemm)
+        self.norm2, self.mlp = norm(), MLP(cfg, context, gemm)
         self.layer, self.dropout, self.recompute = layer, m.hidden_dropout, cfg.train.recompute
-        self.ops = layout.kernels.ops
+        self.ops = context.kernels.ops
 
     def forward(self, stream: Residual, mb: Microbatch) -> Residual:
         if self.recompute == "full" and torch.is_grad_enabled():
@@ -132,46 +132,48 @@ class Block(nn.Module):
         return self._forward(stream, mb)
 
     def _forward(self, stream: Residual, mb: Microbatch) -> Residual:
-        readers = self.attention.reader, self.mlp.reader
-        x, y = self.norm1(stream, readers[0])
-        y = self.attention(y, mb, self._recompute(self.norm1, x, readers[0]))
-        x, y = self.norm2(self._add(x, y, self.attention.out.bias, mb, site=1), readers[1])
-        y = self.mlp(y, mb, self._recompute(self.norm2, x, readers[1]))
+        formats = self.attention.input_format, self.mlp.input_format
+        x, y = self.norm1(stream, formats[0])
+        y = self.attention(y, mb, self._recompute(self.norm1, x, formats[0]))
+        x, y = self.norm2(self._add(x, y, self.attention.out.bias, mb, site=1), formats[1])
+        y = self.mlp(y, mb, self._recompute(self.norm2, x, formats[1]))
         return self._add(x, y, self.mlp.down.bias, mb, site=2)
 
-    def _recompute(self, norm: Norm, x: Tensor, reader: Gemm | None) -> RecomputeInput | None:
-        return partial(norm.recompute, x.detach(), reader) if self.recompute == "selective" else None
+    def _recompute(self, norm: Norm, x: Tensor, input_format: Gemm | None) -> RecomputeInput | None:
+        return partial(norm.recompute, x.detach(), input_format) if self.recompute == "selective" else None
 
     def _add(self, x: Tensor, delta: Tensor, bias: Param | None, mb: Microbatch, site: int) -> Residual:
         if not (self.dropout and self.training):
             return Residual(x, delta, bias)
         delta = delta if bias is None else delta + with_main_grad(bias)  # dropout drops the bias too
-        return Residual(x, dropout(delta, self.dropout, mb.local_keys, self.layer, site, self.ops.drop_elements))
+        return Residual(x, dropout(delta, self.dropout, mb.local_counters, self.layer, site, self.ops.drop_elements))
 
 
 class Embedding(nn.Module):
     """Token (and learned position) embeddings: tokens [s/cp, b] -> [s/cp/tp, b, h]."""
 
-    def __init__(self, cfg: Config, layout: Layout):
+    def __init__(self, cfg: Config, context: LayerContext):
         super().__init__()
         m = cfg.model
-        self.layout, self.dropout = layout, m.hidden_dropout
-        self.words = VocabParallelEmbedding(m.padded_vocab_size, m.hidden_size, layout, std=m.init_std)
+        self.context, self.dropout = context, m.hidden_dropout
+        self.words = VocabParallelEmbedding(m.padded_vocab_size, m.hidden_size, context, std=m.init_std)
         self.positions = None
         if m.positions == "learned":
-            self.positions = layout.parameter((m.max_positions, m.hidden_size), std=m.init_std)
+            self.positions = context.parameter((m.max_positions, m.hidden_size), std=m.init_std)
 
     def forward(self, batch: Batch, mb: Microbatch) -> Tensor:
         x = self.words(batch.tokens)
         if self.positions is not None:
-            layout, rows = self.layout, batch.positions
-            if layout.sequence_parallel:
-                rows = slice_along(rows, layout.axis)
-            same_on_all = layout.axis.size > 1 and not layout.sequence_parallel  # so each tp rank must sum in one order
-            x = x + lookup(rows, self.positions, 0, layout.kernels.ops, in_order=same_on_all)
+            context, rows = self.context, batch.positions
+            if context.sequence_parallel:
+                rows = slice_along(rows, context.axis)
+            same_on_all = (
+                context.axis.size > 1 and not context.sequence_parallel
+            )  # so each tp rank must sum in one order
+            x = x + lookup(rows, self.positions, 0, context.kernels.ops, in_order=same_on_all)
         if not self.training:
             return x
-        return dropout(x, self.dropout, mb.local_keys, layer=0, site=0, drop=self.layout.kernels.ops.drop_elements)
+        return dropout(x, self.dropout, mb.local_counters, layer=0, site=0, drop=self.context.kernels.ops.drop_elements)
 
 
 class Head(nn.Module):
@@ -180,17 +182,17 @@ class Head(nn.Module):
     The vocabulary is padded. Of this rank's columns the first `num_ids`, maybe none, are token ids.
     """
 
-    def __init__(self, cfg: Config, layout: Layout, tied: Param | None, gemm: Gemm):
+    def __init__(self, cfg: Config, context: LayerContext, tied: Param | None, gemm: Gemm):
         super().__init__()
         m = cfg.model
-        self.norm = Norm(m.hidden_size, m.norm_eps, layout, bias=m.family == "gpt")
+        self.norm = Norm(m.hidden_size, m.norm_eps, context, bias=m.family == "gpt")
         shape = m.padded_vocab_size, m.hidden_size
         self.weight = (
-            tied if tied is not None else layout.parameter(shape, Shard(0, layout.axis, shape[:1]), std=m.init_std)
+            tied if tied is not None else context.parameter(shape, Shard(0, context.axis, shape[:1]), std=m.init_std)
         )
         columns = len(self.weight)
-        self.num_ids = min(max(m.vocab_size - layout.axis.rank * columns, 0), columns)
-        self.linear = Linear(self.weight, None, gemm, layout.comm, layout.put_off, by_columns=True)
+        self.num_ids = min(max(m.vocab_size - context.axis.rank * columns, 0), columns)
+        self.linear = Linear(self.weight, None, gemm, context.comm, context.weight_queue, by_columns=True)
 
     def forward(self, stream: Residual) -> Tensor:
         _, y = self.norm(stream, self.linear.gemm)
@@ -201,24 +203,24 @@ class GPT(nn.Module):
     """A pipeline chunk: blocks `layers` of the model, with the embedding if `first` and the head if `last`.
 
     A parameter's spec names it in the whole model: the tied weight on the last stage has the embedding's name. The
-    chunks of a rank share a `layout`.
+    chunks of a rank share a `context`.
     """
 
-    def __init__(self, cfg: Config, mesh: Mesh, layout: Layout, layers: range, *, first: bool, last: bool):
+    def __init__(self, cfg: Config, mesh: Mesh, context: LayerContext, layers: range, *, first: bool, last: bool):
         super().__init__()
         m = cfg.model
-        self.mesh, self.layout = mesh, layout
+        self.mesh, self.context = mesh, context
         with room_for("the embedding"):
-            self.embedding = Embedding(cfg, layout) if first else None
-        gemms, frozen = (layout.kernels.fp8, layout.gemm), cfg.finetune.kind == "lora"
+            self.embedding = Embedding(cfg, context) if first else None
+        gemms, frozen = (context.kernels.fp8, context.gemm), cfg.finetune.kind == "lora"
         self.fp8_state = Fp8State(cfg.precision, layers, m.num_layers, last, mesh, *gemms, frozen)
         self.blocks = nn.ModuleDict()
         for i in layers:
             with room_for(f"block {i} of {m.num_layers}"):
-                self.blocks[str(i)] = Block(cfg, mesh, layout, i, self.fp8_state)
+                self.blocks[str(i)] = Block(cfg, mesh, context, i, self.fp8_state)
         tied = self.embedding.words.weight if self.embedding is not None and m.tie_embeddings else None
         with room_for("the head"):
-            self.head = Head(cfg, self.layout, tied, self.fp8_state.head_gemm()) if last else None
+            self.head = Head(cfg, self.context, tied, self.fp8_state.head_gemm()) if last else None
         self.seed, self.drops = cfg.train.seed, bool(m.hidden_dropout or m.attention_dropout)
         self.frequencies = None
         if m.positions == "rope":
@@ -241,7 +243,7 @@ class GPT(nn.Module):
         if self.head is None:
             return stream.sum()
         losses = vocab_parallel_cross_entropy(
-            self.head(stream), batch.labels, self.mesh.tp, self.layout.kernels.ops, self.head.num_ids
+            self.head(stream), batch.labels, self.mesh.tp, self.context.kernels.ops, self.head.num_ids
         )
         return (losses * batch.mask).sum()
 
@@ -263,17 +265,17 @@ class GPT(nn.Module):
 
     def _prepare(self, batch: Batch) -> Microbatch:
         rope = None if self.frequencies is None else rope_tables(batch.positions, self.frequencies)
-        keys = local = None
+        counters = local = None
         if self.drops and self.training:
-            keys = token_keys(self.seed, batch.step, batch.samples, batch.order)
-            local = slice_along(keys, self.mesh.tp) if self.layout.sequence_parallel else keys
-        return Microbatch(rope, batch.documents, keys, local)
+            counters = token_counters(self.seed, batch.step, batch.samples, batch.order)
+            local = slice_along(counters, self.mesh.tp) if self.context.sequence_parallel else counters
+        return Microbatch(rope, batch.documents, counters, local)
 
 
 def whole_model(cfg: Config, mesh: Mesh) -> GPT:
     """Make the model as one chunk, uninitialised. Collective over tp."""
-    layout = make_layout(cfg, mesh, choose(cfg, mesh.device))
-    return GPT(cfg, mesh, layout, range(cfg.model.num_layers), first=True, last=True)
+    context = make_layer_context(cfg, mesh, choose(cfg, mesh.device))
+    return GPT(cfg, mesh, context, range(cfg.model.num_layers), first=True, last=True)
 
 
 def output_std(m: ModelConfig) -> float:

@@ -19,7 +19,7 @@ from minitron.kernels import plain
 from minitron.kernels.gemm import CastInto, Gemm, Payload, Quantized
 from minitron.kernels.param import Param, accumulate, with_main_grad
 from minitron.kernels.plain import Rope
-from minitron.parallel.layout import Layout
+from minitron.parallel.layer_context import LayerContext
 
 
 class Residual(NamedTuple):
@@ -76,25 +76,25 @@ class _AddNorm(torch.autograd.Function):
 class Norm(nn.Module):
     """RMSNorm (Zhang & Sennrich 2019), or LayerNorm with `bias`. The same on every tensor-parallel rank."""
 
-    def __init__(self, size: int, eps: float, layout: Layout, *, bias: bool):
+    def __init__(self, size: int, eps: float, context: LayerContext, *, bias: bool):
         super().__init__()
-        self.weight = layout.parameter((size,), fill=1.0)
-        self.bias = layout.parameter((size,)) if bias else None
-        self.eps, self.ops = eps, layout.kernels.ops
+        self.weight = context.parameter((size,), fill=1.0)
+        self.bias = context.parameter((size,)) if bias else None
+        self.eps, self.ops = eps, context.kernels.ops
 
-    def forward(self, stream: Residual, reader: Gemm | None = None) -> tuple[Tensor, Tensor | Quantized]:
+    def forward(self, stream: Residual, input_format: Gemm | None = None) -> tuple[Tensor, Tensor | Quantized]:
         """Return the stream's sum and its norm, both [..., h]. The same kernel casts the norm if the scale is known.
 
-        reader: the number format of the only layer that reads the norm; None: do not cast it.
+        input_format: the number format of the only layer that reads the norm; None: do not cast it.
         """
-        into = None if reader is None else reader.cast_before(torch.is_grad_enabled())
+        into = None if input_format is None else input_format.cast_before(torch.is_grad_enabled())
         total, y, cast = _AddNorm.apply(*stream, self.weight, self.bias, self.eps, self.ops, into)
         return total, y if cast is None else Quantized(y, cast)
 
     @torch.no_grad()
-    def recompute(self, total: Tensor, reader: Gemm | None = None) -> Tensor | Quantized:
+    def recompute(self, total: Tensor, input_format: Gemm | None = None) -> Tensor | Quantized:
         """Compute the norm of `total` again. Selective recomputation calls it in the backward pass."""
-        into = None if reader is None else reader.cast_before(True)
+        into = None if input_format is None else input_format.cast_before(True)
         norm = _AddNorm.apply(total, None, None, self.weight, self.bias, self.eps, self.ops, into)
         return norm[1] if norm[2] is None else Quantized(*norm[1:])
 

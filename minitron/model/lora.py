@@ -40,7 +40,7 @@ from minitron.kernels.gemm import Payload
 from minitron.kernels.param import Param, Shard, named_params_of
 from minitron.kernels.rng import drop_by_name
 from minitron.model.gpt import GPT
-from minitron.parallel.layout import Layout
+from minitron.parallel.layer_context import LayerContext
 from minitron.parallel.linear import (
     ParallelLinear,
     RecomputeInput,
@@ -64,7 +64,7 @@ def attach(model: GPT, cfg: Config) -> None:
             if spans:
                 linear = block.get_submodule(name)
                 assert isinstance(linear, ParallelLinear)
-                linear.adapter = Adapter(linear, spans, cfg, model.layout, (int(layer), site))
+                linear.adapter = Adapter(linear, spans, cfg, model.context, (int(layer), site))
                 for part, param in named_params_of(linear.adapter):
                     param.spec = replace(param.spec, name=f"blocks.{layer}.{name}.adapter.{part}")
 
@@ -76,18 +76,23 @@ class Adapter(nn.Module):
     """
 
     def __init__(
-        self, linear: ParallelLinear, spans: dict[str, AdaptedRows], cfg: Config, layout: Layout, place: tuple[int, int]
+        self,
+        linear: ParallelLinear,
+        spans: dict[str, AdaptedRows],
+        cfg: Config,
+        context: LayerContext,
+        place: tuple[int, int],
     ):
         super().__init__()
-        axis, rank, by_rows = layout.axis, cfg.lora.rank, linear.linear.by_columns
+        axis, rank, by_rows = context.axis, cfg.lora.rank, linear.linear.by_columns
         k = linear.weight.shape[1] * (1 if by_rows else axis.size)
         # The variance of PEFT's and Hu et al.'s uniform start, 1 / 3k.
-        self.a = layout.parameter(
+        self.a = context.parameter(
             (len(spans) * rank, k), None if by_rows else Shard(1, axis, (k,)), std=(3 * k) ** -0.5
         )
         self.b = nn.ParameterDict()
         for target, span in spans.items():  # one by one: ParameterDict sorts the keys of a dict
-            self.b[target] = layout.parameter((span.size, rank), Shard(0, axis, span.chunks) if by_rows else None)
+            self.b[target] = context.parameter((span.size, rank), Shard(0, axis, span.chunks) if by_rows else None)
         split = axis.size if by_rows else 1
         # of each target's B on this rank: (the rows of y that it adds to, the columns of u that it reads)
         self.places = [
@@ -96,19 +101,19 @@ class Adapter(nn.Module):
         ]
         self.scale, self.dropout, self.place = cfg.lora.scale, cfg.lora.dropout, place
         self.linear = linear.linear
-        self.ops, self.gemm = layout.kernels.ops, layout.gemm
+        self.ops, self.gemm = context.kernels.ops, context.gemm
         self.first_channel = 0 if by_rows else axis.rank * self.a.shape[1]
 
-    def forward(self, x: Tensor, recompute_input: RecomputeInput | None, keys: Tensor | None) -> Tensor:
-        """Map x [s', b, k]. recompute_input: as for `apply_linear`; keys [s', b]: dropout counters or None."""
-        return _Adapted.apply(x, self, recompute_input, keys, torch.is_grad_enabled(), self.a, *self.b.values())
+    def forward(self, x: Tensor, recompute_input: RecomputeInput | None, counters: Tensor | None) -> Tensor:
+        """Map x [s', b, k]. recompute_input: as for `apply_linear`; counters [s', b]: dropout counters or None."""
+        return _Adapted.apply(x, self, recompute_input, counters, torch.is_grad_enabled(), self.a, *self.b.values())
 
     def add_gradient(self, factor: Param, dy: Tensor, x: Tensor) -> Tensor | None:
         """Add dy^T x to the factor's main_grad, now or in a BackwardWeight; without a slot return it."""
-        add, put_off = partial(self.gemm.weight_grad, factor, Payload(dy)), self.linear.put_off
-        if not put_off.holding:
+        add, weight_queue = partial(self.gemm.weight_grad, factor, Payload(dy)), self.linear.weight_queue
+        if not weight_queue.holding:
             return add(Payload(x))
-        put_off.put(partial(Handle, Payload(x.detach())), add)
+        weight_queue.put(partial(Handle, Payload(x.detach())), add)
         return None
 
     def exchange(self, u: Tensor, *, forward: bool) -> Handle[Tensor]:
@@ -116,11 +121,11 @@ class Adapter(nn.Module):
         comm = self.linear.comm
         return gather_start(u, comm.gather_axis) if self.linear.by_columns == forward else comm.start_scatter(u)
 
-    def drop(self, x: Tensor, keys: Tensor | None) -> Tensor:
+    def drop(self, x: Tensor, counters: Tensor | None) -> Tensor:
         """Drop elements of x as the adapter reads it: the same in forward and backward. Its own adjoint."""
-        if keys is None or not self.dropout:
+        if counters is None or not self.dropout:
             return x
-        return drop_by_name(x, self.dropout, keys, self.place, self.ops.drop_elements, self.first_channel)
+        return drop_by_name(x, self.dropout, counters, self.place, self.ops.drop_elements, self.first_channel)
 
     def scaled(self, x: Tensor, weight: Tensor) -> Tensor:
         """Multiply x with the weight and with alpha/r, in one product."""
@@ -136,25 +141,25 @@ class _Adapted(torch.autograd.Function):
         x: Tensor,
         adapter: Adapter,
         recompute_input: RecomputeInput | None,
-        keys: Tensor | None,
+        counters: Tensor | None,
         training: bool,
         a: Param,
         *b: Param,
     ) -> Tensor:
         linear = adapter.linear
-        exchange = adapter.exchange(adapter.scaled(rows(adapter.drop(x, keys)), a.t()), forward=True)
+        exchange = adapter.exchange(adapter.scaled(rows(adapter.drop(x, counters)), a.t()), forward=True)
         payload = linear.gemm.quantize(rows(x), linear.input_axis, columnwise=False, record=training)
         y = (column_forward if linear.by_columns else row_forward)(linear, payload)
         u = exchange.wait()
         for (outputs, columns), factor in zip(adapter.places, b, strict=True):
             y[:, outputs].addmm_(u[:, columns], factor.t())
         ctx.save_for_backward(u, None if recompute_input is not None else x)
-        ctx.adapter, ctx.recompute_input, ctx.keys = adapter, recompute_input, keys
+        ctx.adapter, ctx.recompute_input, ctx.counters = adapter, recompute_input, counters
         return unrows(y, x.shape[1:-1])
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        adapter, keys, (u, x) = ctx.adapter, ctx.keys, ctx.saved_tensors
+        adapter, counters, (u, x) = ctx.adapter, ctx.counters, ctx.saved_tensors
         linear, batch, dy, factors = adapter.linear, dy.shape[1:-1], rows(dy), list(adapter.b.values())
         du, dx = torch.empty_like(u), None
         for (outputs, columns), factor in zip(adapter.places, factors):
@@ -169,11 +174,11 @@ class _Adapted(torch.autograd.Function):
         ]
         du = exchange.wait()
         x = x if ctx.recompute_input is None else ctx.recompute_input()
-        da = adapter.add_gradient(adapter.a, du, rows(adapter.drop(x, keys)))
+        da = adapter.add_gradient(adapter.a, du, rows(adapter.drop(x, counters)))
         if dx is not None:
-            if keys is None or not adapter.dropout:
+            if counters is None or not adapter.dropout:
                 dx.addmm_(du, adapter.a)  # no tensor of x's size beside dx
             else:
-                dx += rows(adapter.drop(unrows(du @ adapter.a, batch), keys))
+                dx += rows(adapter.drop(unrows(du @ adapter.a, batch), counters))
             dx = unrows(dx, batch)
         return dx, None, None, None, None, da, *db

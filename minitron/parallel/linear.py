@@ -19,7 +19,7 @@ reduces and scatters it, so norms, dropout and residuals work on s/tp of it. The
 A `Gemm` (kernels/gemm.py) has the products of a number format. A `ProcessGroupComm` (overlap.py) runs a product with f
 or g, in one piece or in several. Ranks exchange the quantized matrix, so FP8 also halves the traffic. The functions
 `column_forward` to `row_backward` are the table's cells. The autograd functions of a layer, of the MLP (mlp.py) and of
-adapters (model/lora.py) call them. A split backward queues its weight gradients (pipeline/deferred.py).
+adapters (model/lora.py) call them. A split backward queues its weight gradients (pipeline/weight_queue.py).
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from minitron.comm.mesh import Axis
 from minitron.kernels.gemm import ALONE, Gemm, Payload, Quantized
 from minitron.kernels.param import Param, Shard, accumulate
 from minitron.kernels.plain import sum_rows
-from minitron.parallel.layout import Layout
+from minitron.parallel.layer_context import LayerContext
 from minitron.parallel.overlap import ProcessGroupComm
-from minitron.pipeline.deferred import Deferred
+from minitron.pipeline.weight_queue import WeightQueue
 
 RecomputeInput = Callable[[], Tensor | Quantized]
 
@@ -53,7 +53,7 @@ class Linear(NamedTuple):
     bias: Param | None
     gemm: Gemm
     comm: ProcessGroupComm
-    put_off: Deferred
+    weight_queue: WeightQueue
     by_columns: bool
 
     @property
@@ -94,9 +94,9 @@ def column_backward(
     computes it later, or if the weight is frozen.
     """
     weight, gemm, comm, dw = linear.weight, linear.gemm, linear.comm, None
-    if x is not None and linear.put_off.holding:
+    if x is not None and linear.weight_queue.holding:
         add = partial(gemm.weight_grad, weight, dy.for_weight_grad())
-        linear.put_off.put(partial(comm.start_gather, x.for_weight_grad().detached()), add)
+        linear.weight_queue.put(partial(comm.start_gather, x.for_weight_grad().detached()), add)
         x, dy = None, dy.for_product()
     gather = None if x is None else comm.start_gather(x.for_weight_grad())
     scatter = None
@@ -113,9 +113,9 @@ def column_backward(
 def row_backward(linear: Linear, dy: Payload, x: Payload | None, need_dx: bool) -> tuple[Tensor | None, Tensor | None]:
     """Return (dx, dW) as `column_backward` does."""
     weight, gemm, comm = linear.weight, linear.gemm, linear.comm
-    if x is not None and linear.put_off.holding:
+    if x is not None and linear.weight_queue.holding:
         kept, gather = x.detached(), partial(comm.start_gather, dy.for_weight_grad())
-        linear.put_off.put(gather, lambda whole: gemm.weight_grad(weight, whole, kept))
+        linear.weight_queue.put(gather, lambda whole: gemm.weight_grad(weight, whole, kept))
         x, dy = None, dy.for_product()
     if not need_dx:
         return None, None if x is None else gemm.weight_grad(weight, comm.start_gather(dy).wait(), x)
@@ -201,18 +201,18 @@ def unrows(x: Tensor, batch: Sequence[int]) -> Tensor:
 class ParallelLinear(nn.Module):
     """What column- and row-parallel layers share. adapter: replaces the product; model/lora.py sets it."""
 
-    def __init__(self, weight: Param, bias: Param | None, gemm: Gemm, layout: Layout, *, by_columns: bool):
+    def __init__(self, weight: Param, bias: Param | None, gemm: Gemm, context: LayerContext, *, by_columns: bool):
         super().__init__()
         self.weight, self.bias = weight, bias
-        self.linear = Linear(weight, bias if by_columns else None, gemm, layout.comm, layout.put_off, by_columns)
+        self.linear = Linear(weight, bias if by_columns else None, gemm, context.comm, context.weight_queue, by_columns)
         self.adapter: nn.Module | None = None
 
     def forward(
-        self, x: Tensor | Quantized, recompute_input: RecomputeInput | None = None, keys: Tensor | None = None
+        self, x: Tensor | Quantized, recompute_input: RecomputeInput | None = None, counters: Tensor | None = None
     ) -> Tensor:
-        """Multiply. recompute_input: as in `apply_linear`. keys: dropout counters of the rows of x, for an adapter."""
+        """Multiply. recompute_input: as in `apply_linear`. counters: for dropout, of the rows of x, for an adapter."""
         if self.adapter is not None:
-            return self.adapter(x, recompute_input, keys)
+            return self.adapter(x, recompute_input, counters)
         return apply_linear(x, self.linear, recompute_input)
 
     @property
@@ -229,14 +229,14 @@ class ColumnParallelLinear(ParallelLinear):
     """
 
     def __init__(
-        self, in_features: int, chunks: tuple[int, ...], layout: Layout, *, std: float, bias: bool, gemm: Gemm
+        self, in_features: int, chunks: tuple[int, ...], context: LayerContext, *, std: float, bias: bool, gemm: Gemm
     ):
-        shard = Shard(0, layout.axis, chunks)
+        shard = Shard(0, context.axis, chunks)
         super().__init__(
-            layout.parameter((sum(chunks), in_features), shard, std=std, fp8_scale=gemm.fp8_scale),
-            layout.parameter((sum(chunks),), shard) if bias else None,
+            context.parameter((sum(chunks), in_features), shard, std=std, fp8_scale=gemm.fp8_scale),
+            context.parameter((sum(chunks),), shard) if bias else None,
             gemm,
-            layout,
+            context,
             by_columns=True,
         )
 
@@ -247,13 +247,15 @@ class RowParallelLinear(ParallelLinear):
     Without sequence parallelism y is [s, b, h]. The caller adds the bias, in one pass with the residual.
     """
 
-    def __init__(self, in_features: int, out_features: int, layout: Layout, *, std: float, bias: bool, gemm: Gemm):
+    def __init__(
+        self, in_features: int, out_features: int, context: LayerContext, *, std: float, bias: bool, gemm: Gemm
+    ):
         super().__init__(
-            layout.parameter(
-                (out_features, in_features), Shard(1, layout.axis, (in_features,)), std=std, fp8_scale=gemm.fp8_scale
+            context.parameter(
+                (out_features, in_features), Shard(1, context.axis, (in_features,)), std=std, fp8_scale=gemm.fp8_scale
             ),
-            layout.parameter((out_features,)) if bias else None,
+            context.parameter((out_features,)) if bias else None,
             gemm,
-            layout,
+            context,
             by_columns=False,
         )

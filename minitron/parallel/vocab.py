@@ -20,7 +20,7 @@ from minitron.comm.collectives import all_reduce_
 from minitron.comm.mesh import Axis
 from minitron.kernels import plain
 from minitron.kernels.param import Param, Shard, add_gradient
-from minitron.parallel.layout import Layout
+from minitron.parallel.layer_context import LayerContext
 
 
 class _Lookup(torch.autograd.Function):
@@ -58,16 +58,18 @@ class VocabParallelEmbedding(nn.Module):
     Without sequence parallelism the result is [s, b, h].
     """
 
-    def __init__(self, vocab: int, hidden: int, layout: Layout, *, std: float):
+    def __init__(self, vocab: int, hidden: int, context: LayerContext, *, std: float):
         super().__init__()
-        self.layout = layout
-        self.weight = layout.parameter((vocab, hidden), Shard(0, layout.axis, (vocab,)), std=std)
+        self.context = context
+        self.weight = context.parameter((vocab, hidden), Shard(0, context.axis, (vocab,)), std=std)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up the tokens. Collective over tp."""
-        axis = self.layout.axis
-        x = lookup(ids, self.weight, axis.rank * self.weight.shape[0], self.layout.kernels.ops)
-        return collectives.reduce_scatter(x, axis) if self.layout.sequence_parallel else collectives.all_reduce(x, axis)
+        axis = self.context.axis
+        x = lookup(ids, self.weight, axis.rank * self.weight.shape[0], self.context.kernels.ops)
+        return (
+            collectives.reduce_scatter(x, axis) if self.context.sequence_parallel else collectives.all_reduce(x, axis)
+        )
 
 
 class _CrossEntropy(torch.autograd.Function):

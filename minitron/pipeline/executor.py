@@ -8,7 +8,7 @@ The schedule holds what this rank computes, sends and receives, in which order, 
     in_flight       exchanges that are posted and not yet waited for, oldest first
     saved           the input and the *edge* of the output in the autograd graph, from a microbatch's forward to its
                     backward. The backward only needs the edge, so the output is freed once it is sent.
-    put_off         weight gradients of a microbatch, from its BackwardInput to its BackwardWeight (deferred.py)
+    deferred        weight gradients of a microbatch, from its BackwardInput to its BackwardWeight (weight_queue.py)
 
 With one pipeline stage there are no messages, and this is plain gradient accumulation.
 """
@@ -28,8 +28,6 @@ from minitron.comm.activity import Stopwatch
 from minitron.comm.collectives import all_reduce_, exchange
 from minitron.comm.handle import Handle
 from minitron.comm.mesh import Mesh
-from minitron.pipeline import deferred
-from minitron.pipeline.deferred import Deferred
 from minitron.pipeline.schedule import (
     Action,
     Backward,
@@ -42,6 +40,7 @@ from minitron.pipeline.schedule import (
     Transfer,
     forward_only,
 )
+from minitron.pipeline.weight_queue import WeightGradient, WeightQueue, run_queue
 
 MakeSchedule = Callable[[int, int, int], Schedule]  # pp, vp, microbatches
 
@@ -51,9 +50,9 @@ class Executor:
 
     shape, dtype: of every tensor that travels between stages, [s/cp/tp, b, h]. begin_backward(chunk, first, last):
     called before each backward and each BackwardWeight; first, last: of the chunk's in this step. begin_pass(): called
-    before the first action of a pass, and of each of its segments. put_off: the queue to which layers add the weight
-    gradients of a split backward. make: the schedule of a training step. last_forward_done: on a GPU, the end of a
-    step's last forward.
+    before the first action of a pass, and of each of its segments. weight_queue: layers add the weight gradients of a
+    split backward to it. make: the schedule of a training step. last_forward_done: on a GPU, the end of a step's last
+    forward.
     """
 
     def __init__(
@@ -65,11 +64,12 @@ class Executor:
         *,
         begin_backward: Callable[[int, bool, bool], None],
         begin_pass: Callable[[], None],
-        put_off: Deferred,
+        weight_queue: WeightQueue,
         make: MakeSchedule,
     ):
         self.chunks, self.pp, self.device, self.shape, self.dtype = chunks, mesh.pp, mesh.device, shape, dtype
-        self.begin_backward, self.begin_pass, self.put_off, self.make = begin_backward, begin_pass, put_off, make
+        self.begin_backward, self.begin_pass = begin_backward, begin_pass
+        self.weight_queue, self.make = weight_queue, make
         self.actions = lru_cache(4)(self._actions)
         self.last_forward_done = torch.cuda.Event(external=True) if mesh.device.type == "cuda" else None
         # NCCL sets up a communicator in its first operation, in which every rank must take part.
@@ -113,7 +113,7 @@ class Pass:
         self.received: dict[Transfer, Tensor] = {}
         self.pending_sends: dict[Transfer, Tensor] = {}
         self.saved: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
-        self.put_off: dict[tuple[int, int], deque[deferred.Product]] = {}
+        self.deferred: dict[tuple[int, int], deque[WeightGradient]] = {}
         self.in_flight: deque[Handle[list[Tensor]]] = deque()
         self.completed = 0  # exchanges that were waited for
 
@@ -179,7 +179,7 @@ class Pass:
         self.executor.begin_backward(op.chunk, op.first, op.last)
         gradient = self.seed if gradient is None else gradient
         if isinstance(op, BackwardInput):
-            with self.executor.put_off.collect() as self.put_off[op.mb, op.chunk]:
+            with self.executor.weight_queue.collect() as self.deferred[op.mb, op.chunk]:
                 torch.autograd.backward(edge, gradient)
         else:
             torch.autograd.backward(edge, gradient)
@@ -190,7 +190,7 @@ class Pass:
     @torch.no_grad()
     def weight_gradients(self, op: BackwardWeight) -> None:
         self.executor.begin_backward(op.chunk, False, op.last)
-        deferred.run(self.put_off.pop((op.mb, op.chunk)))
+        run_queue(self.deferred.pop((op.mb, op.chunk)))
 
     def exchange(self, action: Exchange) -> None:
         self._wait_for(action.after)
@@ -209,7 +209,7 @@ class Pass:
     def finish(self) -> Tensor:
         """End the pass; return the sum of its loss sums."""
         self.join()
-        tables = self.received, self.pending_sends, self.saved, self.put_off
+        tables = self.received, self.pending_sends, self.saved, self.deferred
         assert not any(tables), "the schedule left values unused"
         return self.loss
 

@@ -46,7 +46,7 @@ from minitron.config.sizes import stage_layers
 from minitron.data.loader import Loader
 from minitron.kernels import kernels
 from minitron.model.gpt import GPT, whole_model
-from minitron.parallel.layout import make_layout
+from minitron.parallel.layer_context import make_layer_context
 from minitron.parallel.tiles import as_documents
 from minitron.pretrain import build_data
 
@@ -72,7 +72,7 @@ def offline_trainer(cfg, world, rank):
     p = cfg.parallel
     mesh = Mesh.offline(world, rank, tp=p.tp, pp=p.pp, cp=p.cp, device="meta")
     stages = stage_layers(cfg.model.num_layers, p.pp, p.vp, p.layers_per_stage)
-    layout = make_layout(cfg, mesh, kernels.choose(cfg, mesh.device))
+    layout = make_layer_context(cfg, mesh, kernels.choose(cfg, mesh.device))
     mine = range(mesh.pp.rank, len(stages), p.pp)
     chunks = [GPT(cfg, mesh, layout, stages[i], first=i == 0, last=i == len(stages) - 1) for i in mine]
     return SimpleNamespace(cfg=cfg, mesh=mesh, chunks=chunks)

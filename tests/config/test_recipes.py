@@ -24,7 +24,7 @@ from minitron.config.sizes import stage_layers
 from minitron.kernels.kernels import choose
 from minitron.model.gpt import GPT
 from minitron.optim.lr import learning_rate
-from minitron.parallel.layout import make_layout
+from minitron.parallel.layer_context import make_layer_context
 from minitron.planner.dryrun.dryrun import dry_run
 from minitron.planner.fit import changes, written
 from minitron.planner.machine import Machine, read_machines
@@ -111,7 +111,7 @@ def recipe(name: str) -> str:
 
 def chunks_of(cfg, mesh) -> list[GPT]:
     """This pipeline rank's chunks on the meta device: real shapes, no memory."""
-    layout = make_layout(cfg, mesh, choose(cfg, mesh.device))
+    layout = make_layer_context(cfg, mesh, choose(cfg, mesh.device))
     stages = stage_layers(cfg.model.num_layers, mesh.pp.size, cfg.parallel.vp, cfg.parallel.layers_per_stage)
     mine = range(mesh.pp.rank, len(stages), mesh.pp.size)
     return [GPT(cfg, mesh, layout, stages[i], first=i == 0, last=i == len(stages) - 1) for i in mine]

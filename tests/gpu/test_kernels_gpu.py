@@ -305,9 +305,9 @@ def test_adamw_equals_torchs_and_skips(backend, param_dtype, grad_dtype):
 @pytest.mark.parametrize("h", [96, 5000])
 def test_dropout(dtype, h):
     from minitron.kernels import fused
-    from minitron.kernels.rng import dropout, token_keys
+    from minitron.kernels.rng import dropout, token_counters
 
-    keys = token_keys(1, 2, torch.arange(3, device="cuda"), torch.arange(40, device="cuda"))
+    keys = token_counters(1, 2, torch.arange(3, device="cuda"), torch.arange(40, device="cuda"))
     x, dy = randn(40, 3, h, dtype=dtype).requires_grad_(), randn(40, 3, h, dtype=dtype, seed=1)
     twin = x.detach().clone().requires_grad_()
     y, expected = dropout(x, 0.3, keys, 5, 1, fused.drop_elements), dropout(twin, 0.3, keys, 5, 1)

@@ -27,7 +27,7 @@ from minitron.kernels.fp8_torch import Operand
 from minitron.kernels.gemm import Gemm
 from minitron.kernels.kernels import choose_fp8
 from minitron.kernels.param import GradSlot
-from minitron.parallel.layout import Layout
+from minitron.parallel.layer_context import LayerContext
 from minitron.parallel.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from minitron.parallel.overlap import ProcessGroupComm
 from minitron.testing import assert_close_rel
@@ -114,7 +114,7 @@ def test_a_given_scale_saturates_and_notes_the_magnitude(role, limit):
 def two_layers(recipe, tp, by, sequence_parallel, recompute):
     """column -> row on one rank: y, dx, and the two weight gradients."""
     mesh = Mesh.create(tp=tp)
-    layout = Layout(by(mesh.tp), dtype=torch.bfloat16)
+    layout = LayerContext(by(mesh.tp), dtype=torch.bfloat16)
     assert layout.sequence_parallel is sequence_parallel
     state = state_of(recipe, mesh)
     column = ColumnParallelLinear(H, (F,), layout, std=0.1, bias=False, gemm=state.gemm(0))

@@ -204,7 +204,7 @@ HOPPER = {
     "_softmax_sums": (dict(labels="*i64", vocab="i32", num_ids="i32", first="i32"), dict(BLOCK=8192), 4),
     "_softmax_gradient": (dict(labels="*i64", vocab="i32", num_ids="i32", first="i32"), dict(BLOCK=4096), 8),
     "_drop_elements": (
-        dict(keys="*i64", place="i32", first="i32", tokens="i32", h="i32", factor="fp32"),
+        dict(counters="*i64", place="i32", first="i32", tokens="i32", h="i32", factor="fp32"),
         dict(THRESHOLD=2**31, ROWS=4, BLOCK=1024),
         8,
     ),

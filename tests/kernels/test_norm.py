@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from minitron.kernels.gemm import DTYPES
 from minitron.kernels.param import GradSlot
 from minitron.model.layers import Norm, Residual
-from minitron.parallel.layout import Layout
+from minitron.parallel.layer_context import LayerContext
 from minitron.testing import assert_close_rel
 
 # float32: a few roundings more or less. bf16: inputs are the same, and results are rounded once, by 2^-9 on average.
@@ -37,7 +37,7 @@ def watch(param):
 @pytest.mark.parametrize("layer_norm", [False, True])
 def test_sum_and_norm(layer_norm, delta, delta_bias, sum_is_read, dtype):
     """Twice, without and with main_grad; two microbatches add up there, each reporting every gradient once."""
-    layout = Layout(dtype=DTYPES[dtype])
+    layout = LayerContext(dtype=DTYPES[dtype])
     norm = Norm(H, 1e-5, layout, bias=layer_norm)
     extra = layout.parameter((H,)) if delta_bias else None
     params = [filled(p, i) for i, p in enumerate([*norm.parameters(), *([extra] if delta_bias else [])])]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from minitron.kernels import rng
-from minitron.kernels.rng import AttentionDropout, dropout, token_keys
+from minitron.kernels.rng import AttentionDropout, dropout, token_counters
 
 # Every test of a statistic draws its numbers from fixed seeds. 5 standard errors leave a chance of 6e-7 a comparison
 # that a fair coin fails, had the seeds been chosen blindly; there are about 2,000 comparisons.
@@ -17,7 +17,7 @@ SIGMAS = 5
 
 
 def arange_keys(b=4, s=64, seed=1, step=2):
-    return token_keys(seed, step, torch.arange(b), torch.arange(s))
+    return token_counters(seed, step, torch.arange(b), torch.arange(s))
 
 
 def kept(keys, h, p=0.3, layer=0, site=0):
@@ -134,8 +134,8 @@ def test_a_rank_with_some_samples_and_positions_has_its_slice_of_the_mask(data):
     mine = torch.tensor(data.draw(st.lists(st.sampled_from(range(len(samples))), min_size=1, unique=True)))
     held = torch.tensor(data.draw(st.lists(st.sampled_from(range(16)), min_size=1, unique=True)))
     seed, step = data.draw(st.integers(0, 2**63 - 1)), data.draw(st.integers(0, 2**40))
-    whole = token_keys(seed, step, samples, positions)
-    part = token_keys(seed, step, samples[mine], positions[held])
+    whole = token_counters(seed, step, samples, positions)
+    part = token_counters(seed, step, samples[mine], positions[held])
     assert torch.equal(part, whole[held][:, mine])
     x = torch.randn(16, len(samples), 8)
     assert torch.equal(dropout(x[held][:, mine], 0.4, part, 2, 1), dropout(x, 0.4, whole, 2, 1)[held][:, mine])
@@ -153,7 +153,7 @@ def test_a_tensor_parallel_rank_has_its_heads_of_the_attention_mask():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_cuda_gives_the_masks_of_the_cpu():
-    keys = token_keys(1, 2, torch.arange(4).cuda(), torch.arange(64).cuda())
+    keys = token_counters(1, 2, torch.arange(4).cuda(), torch.arange(64).cuda())
     assert torch.equal(keys.cpu(), arange_keys())
     for fn in (dropout, torch.compile(dropout, fullgraph=True)):
         for layer in range(3):

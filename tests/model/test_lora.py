@@ -17,9 +17,9 @@ from minitron.data.loader import Loader
 from minitron.kernels import fp8_torch, plain
 from minitron.kernels.fp8_scales import ROLES
 from minitron.kernels.gemm import Gemm
-from minitron.kernels.rng import dropout, token_keys
+from minitron.kernels.rng import dropout, token_counters
 from minitron.model.lora import FIRST_SITE, Adapter, adapted
-from minitron.parallel.layout import Layout
+from minitron.parallel.layer_context import LayerContext
 from minitron.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from minitron.testing import assert_close_rel
 from minitron.train import Trainer, build
@@ -44,7 +44,7 @@ def lora(*targets: str, **keys) -> dict:
 def test_the_formula(targets, p):
     """y = x W^T + alpha/r dropout(x) A^T B^T for the rows of every target; its gradients by autograd, in float64."""
     cfg, generator = config(LLAMA, lora(*targets, dropout=p, alpha=6.0)), torch.Generator().manual_seed(0)
-    layout, m = Layout(dtype=torch.float64), cfg.model
+    layout, m = LayerContext(dtype=torch.float64), cfg.model
     name, spans = next((n, s) for n, s in adapted(m, targets).items() if s)
     make = dict(std=1.0, bias=False, gemm=Gemm(plain.add_product))
     linear = (
@@ -56,7 +56,7 @@ def test_the_formula(targets, p):
     for param in linear.parameters():
         param.data.normal_(generator=generator)
     x = torch.randn(8, 2, 32, generator=generator, dtype=torch.float64, requires_grad=True)
-    keys = token_keys(1, 2, torch.arange(2), torch.arange(8))
+    keys = token_counters(1, 2, torch.arange(2), torch.arange(8))
 
     twin = torch.nn.functional.linear(x, linear.weight)
     dropped, updates = dropout(x, p, keys, 2, FIRST_SITE), torch.zeros_like(twin)
@@ -64,7 +64,7 @@ def test_the_formula(targets, p):
         low = dropped @ adapter.a[4 * i : 4 * i + 4].t()
         updates[..., span.start : span.start + span.size] = 6.0 / 4 * low @ adapter.b[target].t()
     twin = twin + updates
-    y, dy = linear(x, keys=keys), torch.randn(twin.shape, generator=generator, dtype=torch.float64)
+    y, dy = linear(x, counters=keys), torch.randn(twin.shape, generator=generator, dtype=torch.float64)
     params = [x, adapter.a, *adapter.b.values()]
     assert_close_rel(y, twin, 1e-13)
     for ours, expected in zip(torch.autograd.grad(y, params, dy), torch.autograd.grad(twin, params, dy)):
@@ -91,7 +91,7 @@ def test_adapters_begin_as_pefts_do(base, targets):
 def test_every_adapter_drops_by_itself():
     """Masks of inputs of one width are another in each layer and place, and none is of the residual stream."""
     cfg = config(LLAMA, lora(*ALL, dropout=0.5), {"model": {"ffn_hidden_size": 32}})
-    ones, keys = torch.ones(32, 4, 32), token_keys(1, 2, torch.arange(4), torch.arange(32))
+    ones, keys = torch.ones(32, 4, 32), token_counters(1, 2, torch.arange(4), torch.arange(32))
     adapters = adapters_of(build(cfg, Mesh.offline()).chunks[0])
     masks = [adapter.drop(ones, keys).flatten() for adapter in adapters.values()]
     # of the stream: after the embedding, what attention adds, what the MLP adds

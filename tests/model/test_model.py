@@ -19,10 +19,10 @@ from minitron.data.batch import Batch
 from minitron.interop import hf_write as hf_export
 from minitron.kernels.kernels import choose
 from minitron.kernels.param import with_main_grad
-from minitron.kernels.rng import AttentionDropout, dropout, token_keys
+from minitron.kernels.rng import AttentionDropout, dropout, token_counters
 from minitron.model.gpt import GPT, Attention, whole_model
 from minitron.model.init import initialise
-from minitron.parallel.layout import make_layout
+from minitron.parallel.layer_context import make_layer_context
 from minitron.parallel.tiles import as_documents
 from minitron.testing import assert_close_rel
 from test_invariance import assert_equals_one_process, axes
@@ -110,7 +110,7 @@ def test_dropout_is_where_transformers_has_it_with_a_mask_of_its_own_each(monkey
     cfg = config(GPT3, {"model": change, "train": {"seed": 5}})
     model, batch = model_of(cfg).train(), batch_of(cfg)
     batch.step = 7
-    keys = token_keys(cfg.train.seed, batch.step, batch.samples, batch.order)
+    keys = token_counters(cfg.train.seed, batch.step, batch.samples, batch.order)
     twin = twin_of(cfg, model).transformer
     twin.drop = Masked(0.3, keys, 0, 0)
     for i, block in enumerate(twin.h):
@@ -189,7 +189,7 @@ def test_initial_weights_do_not_depend_on_the_number_of_stages():
     cfg = config(LLAMA)
     whole = model_of(cfg, std=0.0)
     mesh = Mesh.offline(2, 1, pp=2)
-    last = GPT(cfg, mesh, make_layout(cfg, mesh, choose(cfg, mesh.device)), range(4, 8), first=False, last=True)
+    last = GPT(cfg, mesh, make_layer_context(cfg, mesh, choose(cfg, mesh.device)), range(4, 8), first=False, last=True)
     initialise([last], cfg.train.seed)
     params = dict(whole.named_parameters())
     for name, param in last.named_parameters():

@@ -161,7 +161,7 @@ def test_the_same_token_everywhere_is_no_mistake(ranks, vocab_size, layout):
 
 def test_a_shard_that_says_whole_sequence_is_found_by_the_comparison_of_replicas(ranks, examples):
     path = examples / "positions.py"
-    path.write_text(path.read_text().replace("split(rows, self.layout.axis)", "rows.chunk(2)[self.layout.axis.rank]"))
+    path.write_text(path.read_text().replace("split(rows, self.context.axis)", "rows.chunk(2)[self.context.axis.rank]"))
     errors = ranks(2, compare_positions, config(LLAMA, test_invariance.SMALL, axes("tp=2")))
     assert all(kind == "ReplicasDiffer" and "embedding.table" in text for kind, text in errors)
 

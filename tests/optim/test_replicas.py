@@ -55,13 +55,13 @@ class NormedHeads(gpt.Attention):
         self.q_norm, self.k_norm = (layout.parameter((self.head_dim,), fill=1.0) for _ in range(2))
 
     def forward(self, x, mb, recompute_input=None):
-        qkv = self.qkv(x, recompute_input, mb.local_keys).unflatten(-1, (-1, self.head_dim))
+        qkv = self.qkv(x, recompute_input, mb.local_counters).unflatten(-1, (-1, self.head_dim))
         q, k, v = split_heads(qkv, (self.heads, self.kv_heads, self.kv_heads), mb.rope, self.ops)
         q, k = (
             torch.nn.functional.rms_norm(x, x.shape[-1:]) * with_main_grad(w)
             for x, w in ((q, self.q_norm), (k, self.k_norm))
         )
-        return self.out(self.attend(q, k, v, mb.documents).flatten(2), keys=mb.keys)
+        return self.out(self.attend(q, k, v, mb.documents).flatten(2), counters=mb.counters)
 
 
 def late_gather(slices, buffer):

@@ -15,7 +15,7 @@ from minitron.kernels.fp8 import Fp8State
 from minitron.kernels.gemm import Gemm
 from minitron.kernels.kernels import choose_fp8
 from minitron.kernels.param import GradSlot
-from minitron.parallel.layout import Layout
+from minitron.parallel.layer_context import LayerContext
 from minitron.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from minitron.parallel.overlap import ProcessGroupComm
 
@@ -54,7 +54,7 @@ def test_three_calls_forward_and_four_backward(monkeypatch, fp8, bias):
     for owner, name in (torch, "mm"), (torch, "addmm"), (fp8_torch.TorchFp8, "multiply"):
         monkeypatch.setattr(owner, name, spy(getattr(owner, name), chains))
     make = gemms_of(fp8, spy(plain.add_product, chains))
-    layout = Layout(ProcessGroupComm(Axis.single()), dtype=torch.bfloat16)
+    layout = LayerContext(ProcessGroupComm(Axis.single()), dtype=torch.bfloat16)
     layers = (
         ColumnParallelLinear(H, (F,), layout, std=0.1, bias=bias, gemm=make()),
         RowParallelLinear(F, H, layout, std=0.1, bias=bias, gemm=make()),

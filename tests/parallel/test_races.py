@@ -24,7 +24,7 @@ from minitron.kernels import gemm
 from minitron.kernels.gemm import Payload
 from minitron.optim import slices
 from minitron.parallel import overlap
-from minitron.pipeline import deferred
+from minitron.pipeline import weight_queue
 
 CPU = torch.device("cpu")
 JOIN, CUT = gemm._join, Payload.cut
@@ -221,11 +221,11 @@ def call(rank, comm, kind, m, keep):
     elif kind == "matmul_scatter":
         comm.matmul_scatter(payload(rank.axis.size * m), product, weight, 64)
     elif kind == "later":
-        put_off = deferred.Deferred()
-        with put_off.collect() as handed_in:
+        queue = weight_queue.WeightQueue()
+        with queue.collect() as handed_in:
             for _ in range(3):
-                put_off.put(partial(comm.start_gather, payload(m)), lambda whole: rank.touch(*whole.parts()))
-        deferred.run(handed_in)
+                queue.put(partial(comm.start_gather, payload(m)), lambda whole: rank.touch(*whole.parts()))
+        weight_queue.run_queue(handed_in)
     else:
         gathering = comm.start_gather(payload(m))
         scattering = None

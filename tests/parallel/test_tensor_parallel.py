@@ -15,7 +15,7 @@ from minitron.kernels import plain
 from minitron.kernels.gemm import DTYPES, Gemm
 from minitron.kernels.param import GradSlot, Shard, with_main_grad
 from minitron.model.layers import Norm, Residual
-from minitron.parallel.layout import Layout
+from minitron.parallel.layer_context import LayerContext
 from minitron.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from minitron.parallel.overlap import ProcessGroupComm
 from minitron.parallel.vocab import VocabParallelEmbedding, vocab_parallel_cross_entropy
@@ -49,7 +49,7 @@ def two_layers(tp, sequence_parallel, by, dtype, main_grad, recompute_input):
     """column -> relu -> row on one rank: y, dx, and gradients of the three parameters, each as this rank has it."""
     mesh = Mesh.create(tp=tp)
     dtype = DTYPES[dtype]
-    layout = Layout(by(mesh.tp), dtype=dtype)
+    layout = LayerContext(by(mesh.tp), dtype=dtype)
     column = ColumnParallelLinear(H, CHUNKS, layout, std=0.1, bias=True, gemm=Gemm(plain.add_product))
     row = RowParallelLinear(sum(CHUNKS), H, layout, std=0.1, bias=True, gemm=Gemm(plain.add_product))
     params = {"w1": column.weight, "b1": column.bias, "w2": row.weight, "b2": row.bias}
@@ -139,7 +139,7 @@ def two_layers_in_order(*args):
 
 def embedding_and_loss(tp, sequence_parallel, main_grad):
     mesh = Mesh.create(tp=tp)
-    layout = Layout(ProcessGroupComm(mesh.tp, sequence_parallel))
+    layout = LayerContext(ProcessGroupComm(mesh.tp, sequence_parallel))
     words = VocabParallelEmbedding(V, H, layout, std=0.1)
     _set(words.weight, _full("words", V, H))
     if main_grad:
@@ -207,7 +207,7 @@ def test_gradients_of_many_microbatches_add_up_in_float32():
 
     Rounded to bf16 each, they would be off by 2^-9 of one, which is 2e-4 of a sum of 64.
     """
-    layout = Layout(dtype=torch.bfloat16)
+    layout = LayerContext(dtype=torch.bfloat16)
     linear = ColumnParallelLinear(H, CHUNKS, layout, std=0.1, bias=True, gemm=Gemm(plain.add_product))
     words, norm = VocabParallelEmbedding(V, H, layout, std=0.1), Norm(H, 1e-5, layout, bias=True)
     params = {

@@ -17,7 +17,7 @@ from minitron.config import cli, flops, rules
 from minitron.data.build import build_datasets
 from minitron.kernels.kernels import choose
 from minitron.model.gpt import GPT
-from minitron.parallel.layout import make_layout
+from minitron.parallel.layer_context import make_layer_context
 from minitron.pipeline.schedule import BackwardWeight, Exchange, make, operations
 from minitron.planner import fit as fit_module
 from minitron.planner import search as search_module
@@ -212,7 +212,12 @@ def test_parameters_are_those_of_the_model(family, layout):
     for stage, layers in enumerate(memory.layers):
         mesh = Mesh.offline(tp * pp, stage % pp * tp, tp=tp, pp=pp, device="meta")
         chunk = GPT(
-            cfg, mesh, make_layout(cfg, mesh, kernels), layers, first=stage == 0, last=stage == len(memory.layers) - 1
+            cfg,
+            mesh,
+            make_layer_context(cfg, mesh, kernels),
+            layers,
+            first=stage == 0,
+            last=stage == len(memory.layers) - 1,
         )
         assert memory.parameters(stage) == sum(p.numel() for p in chunk.parameters())
 

@@ -23,18 +23,18 @@ from typing import Any, NamedTuple
 from minitron.comm.handle import Handle
 
 
-class Product(NamedTuple):
+class WeightGradient(NamedTuple):
     """add(begin().wait()) adds a weight's gradient to its main_grad; begin() may communicate."""
 
     begin: Callable[[], Handle[Any]]
     add: Callable[[Any], object]
 
 
-class Deferred:
+class WeightQueue:
     """Where layers queue products. holding: whether they must."""
 
     def __init__(self) -> None:
-        self.products: deque[Product] | None = None
+        self.products: deque[WeightGradient] | None = None
 
     @property
     def holding(self) -> bool:
@@ -43,12 +43,12 @@ class Deferred:
     def put(self, begin: Callable[[], Handle[Any]], add: Callable[[Any], object]) -> None:
         """Queue a product."""
         assert self.products is not None
-        self.products.append(Product(begin, add))
+        self.products.append(WeightGradient(begin, add))
 
     @contextmanager
-    def collect(self) -> Iterator[deque[Product]]:
+    def collect(self) -> Iterator[deque[WeightGradient]]:
         """Let layers queue their products within the block; yield the queue."""
-        products: deque[Product] = deque()
+        products: deque[WeightGradient] = deque()
         self.products = products
         try:
             yield products
@@ -56,7 +56,7 @@ class Deferred:
             self.products = None
 
 
-def run(products: deque[Product]) -> None:
+def run_queue(products: deque[WeightGradient]) -> None:
     """Run the products in order, each beside the communication of the next."""
     arriving = products[0].begin() if products else None
     while arriving is not None:

@@ -13,21 +13,21 @@ from minitron.kernels.gemm import DTYPES, Gemm
 from minitron.kernels.kernels import PLAIN, Kernels
 from minitron.kernels.param import Param, ParamSpec, Shard, new_parameter
 from minitron.parallel.overlap import ProcessGroupComm, choose
-from minitron.pipeline.deferred import Deferred
+from minitron.pipeline.weight_queue import WeightQueue
 
 
 @dataclass(frozen=True)
-class Layout:
+class LayerContext:
     """comm: communication over the tensor-parallel axis. kernels: of the run. dtype, device: of the parameters.
 
-    put_off: the queue of weight gradients, if the schedule splits the backward.
+    weight_queue: the queue of weight gradients, if the schedule splits the backward.
     """
 
     comm: ProcessGroupComm = field(default_factory=lambda: ProcessGroupComm(Axis.single()))
     kernels: Kernels = PLAIN
     dtype: torch.dtype = torch.float32
     device: torch.device = torch.device("cpu")
-    put_off: Deferred = field(default_factory=Deferred)
+    weight_queue: WeightQueue = field(default_factory=WeightQueue)
 
     @property
     def axis(self) -> Axis:
@@ -69,8 +69,8 @@ class Layout:
         return new_parameter(shape, spec, self.dtype, self.device)
 
 
-def make_layout(cfg: Config, mesh: Mesh, kernels: Kernels) -> Layout:
-    """Make the layout that all chunks of a rank share. Collective over tp."""
+def make_layer_context(cfg: Config, mesh: Mesh, kernels: Kernels) -> LayerContext:
+    """Make the context that all chunks of a rank share. Collective over tp."""
     p, dtype = cfg.parallel, DTYPES[cfg.precision.dtype]
     comm = choose(
         mesh.tp,
@@ -80,4 +80,4 @@ def make_layout(cfg: Config, mesh: Mesh, kernels: Kernels) -> Layout:
         overlap=p.overlap_tp,
         sum_parts=kernels.ops.sum_parts,
     )
-    return Layout(comm, kernels, dtype, mesh.device)
+    return LayerContext(comm, kernels, dtype, mesh.device)

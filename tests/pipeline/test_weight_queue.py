@@ -18,7 +18,7 @@ from layouts import (
 )
 from minitron.config import rules
 from minitron.data.loader import Loader
-from minitron.pipeline.deferred import Deferred, run
+from minitron.pipeline.weight_queue import WeightQueue, run_queue
 from minitron.testing import assert_close_rel
 from minitron.train import build
 from test_invariance import axes
@@ -39,14 +39,14 @@ def fp8(recipe: str) -> dict:
 
 def train(cfg) -> tuple[list, dict, int]:
     """Figures of some steps, the first one's gradients, and how many products were put off in all."""
-    count, put = [], Deferred.put
+    count, put = [], WeightQueue.put
 
     def counted(self, *product):
         count.append(product)
         put(self, *product)
 
     with adapters_that_do_something(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Deferred, "put", counted)
+        patch.setattr(WeightQueue, "put", counted)
         figures, gradients = train_steps(cfg)
     return figures, {name: grad for name, (grad, _) in gradients.items()}, len(count)
 
@@ -128,20 +128,20 @@ class Trace:
 
 def test_one_gather_is_under_way_beside_the_product_before():
     """More would be refused by SymmetricMemoryComm, which has one place for those under way."""
-    put_off, said = Deferred(), []
-    with put_off.collect() as products:
-        assert put_off.holding
+    queue, said = WeightQueue(), []
+    with queue.collect() as products:
+        assert queue.holding
         for name in "ab":
             trace = Trace(name, said)
-            put_off.put(trace.begin, trace.add)
-    assert not put_off.holding and said == []
-    run(products)
+            queue.put(trace.begin, trace.add)
+    assert not queue.holding and said == []
+    run_queue(products)
     assert said == ["begin a", "wait a", "begin b", "add a", "wait b", "add b"] and not products
-    run(products)  # a stage whose weights are all frozen
+    run_queue(products)  # a stage whose weights are all frozen
 
 
 def test_a_backward_that_fails_leaves_nothing_on():
-    put_off = Deferred()
-    with pytest.raises(RuntimeError, match="broken"), put_off.collect():
+    queue = WeightQueue()
+    with pytest.raises(RuntimeError, match="broken"), queue.collect():
         raise RuntimeError("broken")
-    assert not put_off.holding
+    assert not queue.holding
