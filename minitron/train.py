@@ -173,10 +173,11 @@ def build(
         gradients.reset()
         context.comm.reset()
 
-    runner: Eager | Replay = Eager(executor, scaler.backward_scale, gradients.finish, reset)
+    eager = Eager(executor, scaler.backward_scale, gradients.finish, reset)
+    runner: Eager | Replay = eager
     if cfg.train.cuda_graph != "off" and why_eager(cfg, mesh.device, chosen.attention.masks_documents) is None:
         layers = sum(len(stages[i]) for i in mine)
-        runner = Replay(runner, mesh, layers, cfg.train.eval_every > 0, log)
+        runner = Replay(eager, mesh, layers, cfg.train.eval_every > 0, log)
     rerun = Rerun(runner, gradients, fp8, scaler, log) if cfg.train.rerun == "on" else None
     return Trainer(cfg, mesh, chunks, gradients, optimizer, executor, scaler, fp8, chosen, runner, rerun, base)
 

@@ -89,14 +89,26 @@ def parameters() -> str:
     return "\n".join(rows)
 
 
+# What each collective of a layer moves, in the order of the calls.
+MOVED = {
+    "forward": ["input of qkv", "output of out", "input of up", "output of down"],
+    "backward": [
+        *["gradient of down's output", "input of up, again", "gradient of up's input"],
+        *["gradient of out's output", "input of qkv, again", "gradient of qkv's input"],
+    ],
+}
+
+
 def collectives() -> str:
     """The tensor-parallel collectives of one layer for one microbatch, with the shape that each rank puts in."""
     sizes = "model.num_layers=3 parallel.pp=3 parallel.tp=2 train.global_batch_size=1"
     cfg, rows = load([*MODEL.split(), *SIZES.split(), *sizes.split()]), []
-    for record in dry_run(cfg, world=6, rank=2).collectives:
-        name, h = type(record.action).__name__.lower(), cfg.model.hidden_size
-        if name in ("forward", "backward"):
-            rows.append(f"{name:8} {record.kind:14} [{record.num_bytes // record.dtype.itemsize // h}, 1, {h}]")
+    records, h = dry_run(cfg, world=6, rank=2).collectives, cfg.model.hidden_size
+    for action, moved in MOVED.items():
+        of_action = [record for record in records if type(record.action).__name__.lower() == action]
+        for record, what in zip(of_action, moved, strict=True):
+            shape = f"[{record.num_bytes // record.dtype.itemsize // h}, 1, {h}]"
+            rows.append(f"{action:8} {record.kind:14} {shape:11} {what}")
     return "\n".join(rows)
 
 

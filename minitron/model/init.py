@@ -7,6 +7,7 @@ tensor from a generator of the parameter's own and keeps its slice. It costs tp 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from minitron.runtime.room import room_for
 
 
 @torch.no_grad()
-def initialise(chunks: list[nn.Module], seed: int) -> None:
+def initialise(chunks: Iterable[nn.Module], seed: int) -> None:
     """Fill every parameter of this rank's chunks: normal with its `std`, or its constant `fill`."""
     for chunk in chunks:
         for param in params_of(chunk):

@@ -69,7 +69,7 @@ class Microbatch(StaticBatch, Protocol):
     """samples: [b] of the run's order. count: its tokens that have a loss."""
 
     samples: Tensor
-    count: int
+    count: float
 
 
 class Rerun:
