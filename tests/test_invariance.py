@@ -164,6 +164,12 @@ def test_attention_dropout(ranks, world, layout, recompute):
     assert_equals_one_process(ranks, world, GPT3, ATTENTION_DROPOUT, axes(layout), {"train": {"recompute": recompute}})
 
 
+@pytest.mark.parametrize("layout", ["tp=2", "tp=4 sequence_parallel=off"])
+def test_attention_dropout_with_grouped_queries(ranks, layout):
+    """Each query head has its own mask, also where a group of them shares one key head."""
+    assert_equals_one_process(ranks, 4, LLAMA, ATTENTION_DROPOUT, axes(layout))
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "world,layout",
