@@ -29,6 +29,7 @@ import torch.distributed as dist
 from minitron.checkpoint.load import ResumePoint, agree, check_data, newest_local_save, restore
 from minitron.checkpoint.save import Exporter
 from minitron.checkpoint.weights import Weights
+from minitron.comm.activity import Stopwatch
 from minitron.comm.collectives import all_reduce_
 from minitron.comm.mesh import Mesh
 from minitron.config import cli, rules
@@ -37,7 +38,6 @@ from minitron.data.build import Datasets, build_datasets
 from minitron.data.cache import Cache
 from minitron.data.tokenizers import Tokenizer
 from minitron.kernels import kernels
-from minitron.pipeline.replay import why_eager
 from minitron.runtime import profiling
 from minitron.runtime.log import Log
 from minitron.runtime.rendezvous import Signer, joined
@@ -68,8 +68,8 @@ def main(
 
 def run(argv: list[str] | None, description: str, finetune: bool, listener: Listener) -> int:
     """Train until the last step, or until a signal, whose number it returns."""
+    imported = time.time()
     with cli.user_errors():
-        startup = Startup(os.environ, listener.begun)
         rank, world, local_rank, ranks_here = read_torchrun_env(os.environ)
     with cli.user_errors(quiet=local_rank > 0):  # the other ranks of this node find the same mistake
         argv, options = sys.argv[1:] if argv is None else argv, None
@@ -98,11 +98,15 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
         profiling.check(cfg.profile, device)
         log = Log(cfg, rank, world, name)
         listener.report_to(log.alarm)
+        startup = Startup(os.environ, log, listener.begun, imported)
         if warning := raise_file_limits(os.environ, world):
             log.warn(warning)
     with log, cli.user_errors(RunError, quiet=rank > 0):
         signer, first_on_node = make_signer(os.environ, log), local_rank == 0
-        mesh = make_mesh(cfg, world, device, listener, signer)
+        # Ranks of one pipeline stage are compared, if it has two or more.
+        timed = cfg.train.check_speed_every and world > cfg.parallel.pp
+        stopwatch = Stopwatch(device, chosen.add_now) if timed else None
+        mesh = make_mesh(cfg, world, device, listener, signer, stopwatch)
         stop = Stop(mesh, log, cfg.train.max_skipped, listener, signer)
         with watched(mesh, log, cfg.train.hang_seconds, listener, signer):
             with cli.user_errors(quiet=rank > 0):  # raised on all ranks alike
@@ -193,9 +197,8 @@ def describe_run(log: Log, trainer: Trainer, data: Datasets, start: ResumePoint,
     if log.world > 1 and not os.environ.get("MINITRON_SECRET"):
         notes.append("MINITRON_SECRET is not set: any program that reaches the ranks' store can end this run")
     notes.append(trainer.describe())
-    reason = why_eager(cfg, mesh.device, trainer.kernels.attention.masks_documents)
-    if reason and (cfg.train.cuda_graph == "on" or cfg.train.cuda_graph == "auto" and device != "cpu"):
-        notes.append(f"train.cuda_graph={cfg.train.cuda_graph}: every step is eager, since {reason}")
+    if trainer.eager_reason and (cfg.train.cuda_graph == "on" or device != "cpu"):
+        notes.append(f"train.cuda_graph={cfg.train.cuda_graph}: every step is eager, since {trainer.eager_reason}")
     for reader, resumed in (start.base_weights, False), (start.reader, start.resume):
         if reader is not None:
             notes += [f"{'resumed from' if resumed else 'weights of'} {reader.path}", reader.note]
@@ -302,8 +305,15 @@ def make_signer(environ: Mapping[str, str], log: Log) -> Signer:
     return Signer(environ.get("MINITRON_SECRET", ""), place, log.alarm)
 
 
-def make_mesh(cfg: Config, world: int, device: torch.device, listener: Listener, signer: Signer = Signer()) -> Mesh:
-    """Make the mesh of torchrun's world. A world of one has no process group.
+def make_mesh(
+    cfg: Config,
+    world: int,
+    device: torch.device,
+    listener: Listener,
+    signer: Signer = Signer(),
+    stopwatch: Stopwatch | None = None,
+) -> Mesh:
+    """Make the mesh of torchrun's world. A world of one has no process group. stopwatch: see Mesh.create.
 
     A rank that cannot join the others ends with exit status LOST and one line, which `listener` writes.
     """
@@ -321,7 +331,7 @@ def make_mesh(cfg: Config, world: int, device: torch.device, listener: Listener,
             device_id=device if device.type == "cuda" else None,
         )
         tied = cfg.model.tie_embeddings
-        return Mesh.create(tp=p.tp, pp=p.pp, cp=p.cp, tied=tied, device=device, timeout=timeout)
+        return Mesh.create(tp=p.tp, pp=p.pp, cp=p.cp, tied=tied, device=device, timeout=timeout, stopwatch=stopwatch)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from minitron.checkpoint.load import ResumePoint
 from minitron.checkpoint.save import Exporter
 from minitron.checkpoint.saves import Saves
 from minitron.checkpoint.state import State
-from minitron.comm.activity import Progress
 from minitron.comm.collectives import all_reduce_
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config
@@ -46,7 +45,7 @@ from minitron.parallel.layout import make_layout
 from minitron.pipeline.executor import Executor, MakeSchedule, local_totals
 from minitron.pipeline.replay import Eager, Replay, why_eager
 from minitron.pipeline.schedule import make
-from minitron.runtime.log import Log
+from minitron.runtime.log import Iteration, Log
 from minitron.runtime.meter import Meter
 from minitron.runtime.observer import Observer, StepDone
 from minitron.runtime.profiling import profiled
@@ -61,7 +60,8 @@ class Trainer:
     """The parts of a run on this rank.
 
     runner: launches or replays the passes of a step. rerun: checks each step, if train.rerun is on. base: fingerprint
-    of the frozen weights that adapters are trained beside.
+    of the frozen weights that adapters are trained beside. eager_reason: why no step can be recorded; None if steps are
+    recorded, or if train.cuda_graph is off.
     """
 
     cfg: Config
@@ -76,6 +76,7 @@ class Trainer:
     runner: Eager | Replay
     rerun: Rerun | None
     base: str | None
+    eager_reason: str | None
 
     def step(self, batches: list[Batch], lr: float) -> Stats:
         """Run forward, backward and update on this rank's microbatches of a global batch. Collective over the world.
@@ -165,8 +166,6 @@ def build(
     )
     scaler = LossScaler(cfg.precision, mesh.device, micro_batch_size * cfg.train.seq_len)
     fp8 = Fp8States([chunk.fp8_state for chunk in chunks])
-    if mesh.device.type == "cuda":
-        mesh.activity.progress = Progress.of(mesh.device)
 
     def reset() -> None:
         fp8.drop_casts()
@@ -174,11 +173,15 @@ def build(
         layout.comm.reset()
 
     runner: Eager | Replay = Eager(executor, scaler.backward_scale, gradients.finish, reset)
-    if cfg.train.cuda_graph != "off" and why_eager(cfg, mesh.device, chosen.attention.masks_documents) is None:
+    records = cfg.train.cuda_graph != "off"
+    eager_reason = why_eager(cfg, mesh.device, chosen.attention.masks_documents) if records else None
+    if records and eager_reason is None:
         layers = sum(len(stages[i]) for i in mine)
         runner = Replay(runner, mesh, layers, cfg.train.eval_every > 0, log)
     rerun = Rerun(runner, gradients, fp8, scaler, log) if cfg.train.rerun == "on" else None
-    return Trainer(cfg, mesh, chunks, gradients, optimizer, executor, scaler, fp8, chosen, runner, rerun, base)
+    return Trainer(
+        cfg, mesh, chunks, gradients, optimizer, executor, scaler, fp8, chosen, runner, rerun, base, eager_reason
+    )
 
 
 def train(
@@ -202,13 +205,13 @@ def train(
     keep_collector_out()
     loader = Loader(data.train, cfg, mesh)
     replicas = Replicas(trainer.chunks, trainer.gradients, t)
-    stragglers = Stragglers(mesh, log, t, trainer.kernels.add_now)
+    stragglers = Stragglers(mesh, log, t)
     saves = Saves(cfg, trainer.state, data.info, log, stop, replicas, start, exporter)
     memory = lambda: memory_in_use(trainer.shared_bytes, trainer.runner.replaying)
-    figures_to = stop.on_figures, saves.on_figures, partial(startup.on_figures, log)
-    meter = Meter(log, mesh, memory, saves.stalls, *figures_to)
+    observers: list[Observer] = []  # the meter gives them the figures of each step
+    meter = Meter(log, mesh, memory, saves.stalls, observers)
     evaluation = Evaluation(trainer.evaluate, cfg, mesh, data.valid, log, stop, meter)
-    observers: list[Observer] = [meter, replicas, stragglers, Boundary(trainer.executor, stop), evaluation, saves]
+    observers += [meter, replicas, stragglers, Boundary(trainer.executor, stop), evaluation, saves, startup]
     startup.mark("prepare")
     for step in profiled(range(start.step + 1, t.steps + 1), cfg, mesh, log):
         mesh.activity.begin_step(step)
@@ -231,7 +234,7 @@ def train(
 
 
 class Boundary(Observer):
-    """Ends each step on the host: a signal stops the run here."""
+    """Ends each step on the host: a signal, or too many skipped updates, stop the run here."""
 
     def __init__(self, executor: Executor, stop: Stop):
         self.executor, self.stop = executor, stop
@@ -239,6 +242,9 @@ class Boundary(Observer):
     def after(self, done: StepDone) -> None:
         self.executor.wait_last_forward()
         self.stop.should_stop()
+
+    def on_figures(self, it: Iteration) -> None:
+        self.stop.on_figures(it)
 
 
 def keep_collector_out() -> None:

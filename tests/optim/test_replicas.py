@@ -109,7 +109,7 @@ def train_here(cfg, spoil, stop_at):
         mock.patch.object(Trainer, "step", step_and_spoil if spoil else step),
     ):
         try:
-            train(trainer, Datasets(data, None, None, {}), log, stop, start, Startup({}, 0.0))
+            train(trainer, Datasets(data, None, None, {}), log, stop, start, Startup({}, log, 0.0, 1.0))
         except ReplicasDiffer as error:
             said = str(error)
     params = [(p.spec.shard is None, p.spec.tied) for chunk in trainer.chunks for p in chunk.parameters()]

@@ -603,11 +603,11 @@ def test_a_log_that_fails_at_any_operation_costs_records(tmp_path, capsys):
     def run(folder: Path, number: int = 0, first: int = 0, times: int = 1) -> FailingDisk:
         with FailingDisk(folder, number, first, times) as disk:
             with suppress(SystemExit), Log(cli.load([f"log.dir={folder}", "log.every=1"]), 0, 1) as log:
-                startup = Startup({}, 0.0)
+                startup = Startup({}, log, 0.0, 1.0)
                 log.record("places", places=["host"])
                 for step in 1, 2:
                     log.iteration(it := replace(STEP, step=step))
-                    startup.on_figures(log, it)
+                    startup.on_figures(it)
                     log.record("save", step=step, seconds=0.5, local=False)
                 log.evaluation(2, 1.5)
                 log.warn("a save failed")
