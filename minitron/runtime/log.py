@@ -167,6 +167,11 @@ class Log(AbstractContextManager):
         self._error(logged)
         self._stderr(text if self._rank_log and not self._rank_log.lost else logged)
 
+    def current_traceback(self) -> None:
+        """Write the traceback of the error that is handled to this rank's log, or to stderr if there is no log."""
+        write = self._stderr if self._rank_log is None else self._note
+        write(traceback.format_exc())
+
     def close(self) -> None:
         for file in filter(None, (self._rank_log, self.metrics, self._dllogger, *self._sinks)):
             file.close()
