@@ -5,7 +5,6 @@ Without torchrun this is a world of one process; without a configuration it trai
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -102,7 +101,9 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
         if warning := raise_file_limits(os.environ, world):
             log.warn(warning)
     with log, cli.user_errors(RunError, quiet=rank > 0):
-        signer, first_on_node = make_signer(os.environ, log), local_rank == 0
+        first_on_node = local_rank == 0
+        job = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{startup.parts.get('round', 0)}"
+        signer = Signer(os.environ.get("MINITRON_SECRET", ""), job, log.alarm)
         # Ranks of one pipeline stage are compared, if it has two or more.
         timed = cfg.train.check_speed_every and world > cfg.parallel.pp
         stopwatch = Stopwatch(device, chosen.add_now) if timed else None
@@ -144,30 +145,25 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
 
 def read_torchrun_env(environ: Mapping[str, str]) -> tuple[int, int, int, int]:
     """Read (rank, world) of all nodes and of this one; without torchrun (0, 1, 0, 1). Raises ValueError."""
-    found = []
-    for name, default in ("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"):
-        if not re.fullmatch("[0-9]{1,9}", text := environ.get(name, default)):
+    numbers = {}
+    for name, alone in ("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"):
+        if not re.fullmatch("[0-9]{1,9}", text := environ.get(name, alone)):
             raise ValueError(
                 f"{name}={text[:40]!r} is no number of a rank or of ranks; start ranks with torchrun, or unset {name}"
             )
-        found.append(int(text))
-    rank, world, local_rank, ranks_here = found
-    if rank >= world:
-        raise ValueError(
-            f"RANK={rank} is none of WORLD_SIZE={world} ranks, which count from 0; start ranks with "
-            "torchrun, or unset both"
-        )
-    most = ranks_here if "LOCAL_WORLD_SIZE" in environ else world
-    if local_rank >= most:  # it would leave the lines of errors to a rank 0 of the node that there is not
-        raise ValueError(
-            f"LOCAL_RANK={local_rank} is none of {most} ranks, which count from 0; start ranks with torchrun, or unset "
-            "LOCAL_RANK and LOCAL_WORLD_SIZE"
-        )
-    return rank, world, local_rank, ranks_here
+        numbers[name] = int(text)
+    node = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in environ else "WORLD_SIZE"
+    for name, size in ("RANK", "WORLD_SIZE"), ("LOCAL_RANK", node):  # a node needs a rank 0, which prints errors
+        if numbers[name] >= numbers[size]:
+            raise ValueError(
+                f"{name}={numbers[name]} is none of {size}={numbers[size]} ranks, which count from 0; start ranks with "
+                "torchrun, or unset both"
+            )
+    return numbers["RANK"], numbers["WORLD_SIZE"], numbers["LOCAL_RANK"], numbers["LOCAL_WORLD_SIZE"]
 
 
 def check_meeting_place(environ: Mapping[str, str], world: int) -> None:
-    """Raise ValueError unless the environment says where the ranks of a world meet."""
+    """Raise ValueError unless the environment has the address and port at which the ranks of a world meet."""
     if world == 1:
         return
     if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environ]:
@@ -296,13 +292,6 @@ def build_data(cfg: Config, start: ResumePoint = ResumePoint(), first_on_node: b
             f"{len(data.train)}; use at most {most}, or begin another from its weights (checkpoint.load)"
         )
     return data
-
-
-def make_signer(environ: Mapping[str, str], log: Log) -> Signer:
-    """Return the signer of this rank's messages, by the secret that all ranks of the job share."""
-    round_ = json.loads(environ.get("MINITRON_ROUND", "{}")).get("round", 0)
-    place = f"{environ.get('TORCHELASTIC_RUN_ID', '')}/{round_}"
-    return Signer(environ.get("MINITRON_SECRET", ""), place, log.alarm)
 
 
 def make_mesh(

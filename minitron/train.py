@@ -45,7 +45,7 @@ from minitron.parallel.layout import make_layout
 from minitron.pipeline.executor import Executor, MakeSchedule, local_totals
 from minitron.pipeline.replay import Eager, Replay, why_eager
 from minitron.pipeline.schedule import make
-from minitron.runtime.log import Iteration, Log
+from minitron.runtime.log import Log
 from minitron.runtime.meter import Meter
 from minitron.runtime.observer import Observer, StepDone
 from minitron.runtime.profiling import profiled
@@ -211,7 +211,7 @@ def train(
     observers: list[Observer] = []  # the meter gives them the figures of each step
     meter = Meter(log, mesh, memory, saves.stalls, observers)
     evaluation = Evaluation(trainer.evaluate, cfg, mesh, data.valid, log, stop, meter)
-    observers += [meter, replicas, stragglers, Boundary(trainer.executor, stop), evaluation, saves, startup]
+    observers += [meter, replicas, stragglers, stop, evaluation, saves, startup]
     startup.mark("prepare")
     for step in profiled(range(start.step + 1, t.steps + 1), cfg, mesh, log):
         mesh.activity.begin_step(step)
@@ -222,6 +222,7 @@ def train(
         scale = trainer.scaler.scale.double().reshape(1)
         stats = trainer.step(batches, lr)
         done = StepDone(step, consumed, lr, batches, torch.cat([stats.values, scale]))
+        trainer.executor.wait_last_forward()  # a signal until now makes this step the last one
         for observer in observers:
             observer.after(done)
         if stop.agreed:
@@ -231,20 +232,6 @@ def train(
     for observer in observers:
         observer.close()
     return saves.waited
-
-
-class Boundary(Observer):
-    """Ends each step on the host: a signal, or too many skipped updates, stop the run here."""
-
-    def __init__(self, executor: Executor, stop: Stop):
-        self.executor, self.stop = executor, stop
-
-    def after(self, done: StepDone) -> None:
-        self.executor.wait_last_forward()
-        self.stop.should_stop()
-
-    def on_figures(self, it: Iteration) -> None:
-        self.stop.on_figures(it)
 
 
 def keep_collector_out() -> None:

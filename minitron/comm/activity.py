@@ -17,7 +17,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from time import monotonic
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -142,7 +143,8 @@ class Progress:
     def of(device: torch.device) -> Progress:
         """Make the words of a GPU, which accesses pinned memory at the host's address."""
         words = torch.zeros(2, dtype=torch.int64, pin_memory=True)
-        return Progress(words, torch.as_tensor(_DeviceView(words), device=device))
+        view = {"shape": (2,), "typestr": "<i8", "data": (words.data_ptr(), False), "version": 3}
+        return Progress(words, torch.as_tensor(SimpleNamespace(__cuda_array_interface__=view), device=device))
 
     def begin_step(self, step: int) -> None:
         """Queue the beginning of a step."""
@@ -163,18 +165,6 @@ class Progress:
             if queued >= step and first < len(actions):
                 return f"not through with step {queued}, {actions[first]}"
         return "through with all actions"
-
-
-class _DeviceView:
-    """Pinned memory under the protocol by which torch.as_tensor makes a device tensor of it."""
-
-    def __init__(self, pinned: Tensor):
-        self.__cuda_array_interface__: dict[str, Any] = {
-            "shape": tuple(pinned.shape),
-            "typestr": "<i8",
-            "data": (pinned.data_ptr(), False),
-            "version": 3,
-        }
 
 
 class Stopwatch:

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 
 from minitron.comm.activity import listed
-from minitron.comm.collectives import all_gather_into
+from minitron.comm.collectives import all_gather_into, gather_json
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import TrainConfig
 from minitron.runtime.log import Log
@@ -42,7 +42,6 @@ from minitron.runtime.observer import LateCopy, Observer, StepDone
 
 STEPS = 20  # that are compared together
 SLOW_RATIO = 1.05  # times as long as the others
-LOCATION_BYTES = 64
 
 
 class Stragglers(Observer):
@@ -134,21 +133,16 @@ def median_of_others(x: np.ndarray) -> np.ndarray:
 def gather_rank_locations(mesh: Mesh) -> list[str]:
     """Return the host and the GPU of every rank. Collective over the world, and waits for the device."""
     gpu = f" GPU {mesh.device.index}" if mesh.device.type == "cuda" else ""
-    text = socket.gethostname().encode(errors="replace")[: LOCATION_BYTES - len(gpu)] + gpu.encode()
-    own = torch.tensor(list(text.ljust(LOCATION_BYTES)), dtype=torch.uint8, device=mesh.device)
-    everyone = own.new_empty(mesh.world.size * LOCATION_BYTES)
-    all_gather_into(everyone, own, mesh.world)
-    return [bytes(place).decode(errors="replace").strip() for place in everyone.view(-1, LOCATION_BYTES).cpu().numpy()]
+    return gather_json(f"{socket.gethostname()}{gpu}", mesh.world, mesh.device)
 
 
 def driver_facts(device: torch.device) -> str:
-    """Describe this GPU, its temperature and clock, as far as the driver knows them; "" on a CPU."""
+    """Describe this GPU, its temperature and clock, if the driver has them; "" on a CPU."""
     if device.type != "cuda":
         return ""
     properties = torch.cuda.get_device_properties(device)
     facts = [f"{properties.name} {getattr(properties, 'uuid', '')}".rstrip()]
-    asked = (torch.cuda.temperature, "{:.0f} C"), (torch.cuda.clock_rate, "{:,.0f} MHz")
-    for ask, form in asked:
-        with suppress(Exception):  # without nvidia-ml-py, or the driver does not know: NVML has its own errors
-            facts.append(form.format(ask(device)))
+    for read, form in (torch.cuda.temperature, "{:.0f} C"), (torch.cuda.clock_rate, "{:,.0f} MHz"):
+        with suppress(Exception):  # nvidia-ml-py is missing, or the driver has no figure: NVML has its own errors
+            facts.append(form.format(read(device)))
     return ", ".join(facts) + "; "

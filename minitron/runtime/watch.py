@@ -93,8 +93,8 @@ class _Watch:
             return []
         torch.cuda.set_device(self.mesh.device)  # for this thread, or it would open the first GPU
         try:
-            progress = self.mesh.activity.progress
-            return [f"  device: {progress.unfinished()}"] * (progress is not None) + unfinished_nccl()
+            assert self.mesh.activity.progress is not None, "a GPU's Activity has it"
+            return [f"  device: {self.mesh.activity.progress.unfinished()}", *unfinished_nccl()]
         except RuntimeError as error:  # a device that has failed returns that error from every call
             return [f"  device: {first_line(error)}"]
 
