@@ -209,6 +209,35 @@ class Log(AbstractContextManager):
         rates = {name: flops.tflops_per_gpu(count, seconds, self.world) for name, count in operations.items()}
         return rates, None if self.peak is None else rates["full"] / self.peak
 
+    def _record_step(self, it: Iteration) -> None:
+        if self.metrics is None and not self._sinks:
+            return
+        self._dllog(it.step - 1, log_formats.dllogger_step(it))
+        t, (rates, mfu) = self.cfg.train, self._rates([it])
+        self.record(
+            "step",
+            step=it.step,
+            consumed_samples=it.consumed_samples,
+            loss=it.loss,
+            grad_norm=it.grad_norm,
+            learning_rate=it.lr,
+            loss_scale=it.loss_scale,
+            step_seconds=it.seconds,
+            stall_seconds=it.stall_seconds,
+            samples_per_second=t.global_batch_size / it.seconds,
+            tokens_per_second=t.global_batch_size * t.seq_len / it.seconds,
+            tflops=rates,
+            mfu=mfu,
+            memory_gib=it.memory_gib,
+            skipped_total=self._skipped_total,
+            nan_total=self._nan_total,
+        )
+
+    def _dllog(self, step: int | str, data: dict) -> None:
+        if self._dllogger is not None:
+            record = log_formats.dllogger(step, _finite(data), datetime.now(), self._begun)
+            self._write(self._dllogger, self._dllogger.write, record + "\n")
+
     # ---- the files ----------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -257,9 +286,8 @@ class Log(AbstractContextManager):
         if self._rank_log is not None:
             now, lost = f"{datetime.now():%Y-%m-%d %H:%M:%S.%f}"[:-3], self._rank_log.lost
             missing = f"{now} rank {self.rank}: {lost} messages before this one are lost: the disk was full or failed\n"
-            self._write(
-                self._rank_log, self._rank_log.write, f"{missing if lost else ''}{now} rank {self.rank}: {text}\n"
-            )
+            record = f"{missing if lost else ''}{now} rank {self.rank}: {text}\n"
+            self._write(self._rank_log, self._rank_log.write, record)
 
     def _write(self, sink: File | Sink, write: Callable[..., object], *record: object) -> None:
         """Call write(*record) of a file or another sink. A full or failing disk costs a warning."""
@@ -275,35 +303,6 @@ class Log(AbstractContextManager):
             reason = (error.strerror or str(error)).lower()
             rest = "training goes on, and records are missing in the logs until there is room"
             self._stderr(f"warning: {where} cannot be written: {reason}; {rest}")
-
-    def _record_step(self, it: Iteration) -> None:
-        if self.metrics is None and not self._sinks:
-            return
-        self._dllog(it.step - 1, log_formats.dllogger_step(it))
-        t, (rates, mfu) = self.cfg.train, self._rates([it])
-        self.record(
-            "step",
-            step=it.step,
-            consumed_samples=it.consumed_samples,
-            loss=it.loss,
-            grad_norm=it.grad_norm,
-            learning_rate=it.lr,
-            loss_scale=it.loss_scale,
-            step_seconds=it.seconds,
-            stall_seconds=it.stall_seconds,
-            samples_per_second=t.global_batch_size / it.seconds,
-            tokens_per_second=t.global_batch_size * t.seq_len / it.seconds,
-            tflops=rates,
-            mfu=mfu,
-            memory_gib=it.memory_gib,
-            skipped_total=self._skipped_total,
-            nan_total=self._nan_total,
-        )
-
-    def _dllog(self, step: int | str, data: dict) -> None:
-        if self._dllogger is not None:
-            record = log_formats.dllogger(step, _finite(data), datetime.now(), self._begun)
-            self._write(self._dllogger, self._dllogger.write, record + "\n")
 
 
 def _finite(values: dict) -> dict:
