@@ -48,7 +48,7 @@ from minitron.config.text import to_yaml
 from minitron.runtime import log_formats
 from minitron.runtime.log_formats import Iteration, Line
 from minitron.runtime.sinks import FULL, SINKS, File, Sink, append_to
-from minitron.runtime.status import why_it_ended
+from minitron.runtime.status import RunError, why_it_ended
 
 RECENT = 20  # how many steps the summary covers
 
@@ -176,9 +176,14 @@ class Log(AbstractContextManager):
         self._sinks = []
 
     def __exit__(self, _, error: BaseException | None, __) -> None:
-        """Write the error that ends the rank to errors.log: as one line if stderr has one, else with its traceback."""
+        """Write the error that ends the rank to errors.log: as one line if stderr has one, else with its traceback.
+
+        The line of an error that this rank alone has is in this rank's log, too.
+        """
         if isinstance(error, SystemExit) and (why := why_it_ended(error)):
             self._error(why)
+            if isinstance(known := error.__context__, RunError) and known.quiet is False:
+                self._note(why)
         elif isinstance(error, Exception):
             self._error("".join(traceback.format_exception(error)))
         self.close()

@@ -26,6 +26,7 @@ from minitron.runtime.log import Log
 from minitron.runtime.log_formats import Iteration, Line
 from minitron.runtime.sinks import File
 from minitron.runtime.startup import Startup
+from minitron.runtime.status import LOST, RanksLost, RunError
 
 # A line of a 175B run on 96 nodes of 4 A100 (JUWELS Booster), as it was published.
 PUBLISHED = (
@@ -453,6 +454,15 @@ def test_warnings_and_errors_of_all_ranks_are_in_one_file(tmp_path, capsys, recw
     assert text.count("the save failed") == 1 and "all is well" not in text
     said = capsys.readouterr()
     assert [str(w.message) for w in recwarn] == ["deprecated"] * 2 and said.out.count("the save failed") == 1
+
+
+def test_an_error_of_one_rank_is_in_its_log_too(tmp_path, capsys):
+    cfg = cli.load([f"log.dir={tmp_path}"])
+    with pytest.raises(SystemExit, match=str(LOST)), Log(cfg, 1, 2), cli.user_errors(RunError, quiet=True):
+        raise RanksLost("no answer")
+    assert capsys.readouterr().err == "error: no answer\n"
+    for name in "rank-1.log", "errors.log":
+        assert (tmp_path / name).read_text().count("rank 1: error: no answer\n") == 1
 
 
 def test_a_file_of_errors_that_cannot_be_written_ends_nothing(tmp_path, capsys):
