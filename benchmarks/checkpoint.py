@@ -49,6 +49,7 @@ from minitron.kernels import kernels
 from minitron.pretrain import build_data, make_mesh
 from minitron.runtime.log import Log
 from minitron.runtime.signals import Listener
+from minitron.runtime.status import RunError
 from minitron.train import build, keep_collector_out
 
 LEGS = ("saving", "fresh", "resumed")
@@ -194,7 +195,7 @@ def leg(cfg: Config, args: argparse.Namespace) -> dict:
         kernels.choose(cfg, device)
         start = find_resume_point(cfg)
         data = build_data(cfg, start)
-    with Log(cfg, rank, world) as log, cli.user_errors(CheckpointError, quiet=rank > 0):
+    with Log(cfg, rank, world) as log, cli.user_errors(RunError, quiet=rank > 0):
         run = Run(cfg, args, make_mesh(cfg, world, device, Listener(os.environ)), start, data, log)
         if args.leg == "saving":
             run.figures |= save_figures(run, args.steps)

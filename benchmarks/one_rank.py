@@ -88,7 +88,7 @@ class Clock(Activity):
     __slots__ = ("device", "eager", "captured")
 
     def __init__(self, device: torch.device):
-        super().__init__()
+        super().__init__(device)
         self.device = device
         self.eager, self.captured = {}, {}
 

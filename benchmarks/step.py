@@ -30,6 +30,7 @@ from minitron.kernels.kernels import choose
 from minitron.pipeline.replay import WARM_UP, Replay
 from minitron.pretrain import build_data, make_mesh
 from minitron.runtime.signals import Listener
+from minitron.runtime.status import RunError
 from minitron.train import build, keep_collector_out
 
 PROFILED_STEPS = 2
@@ -45,7 +46,8 @@ def main(argv: list[str] | None = None) -> dict:
         if args.profile and capability is None:
             raise ValueError("--profile lists a GPU's kernels, and there is no GPU; leave it out")
         chosen, data = choose(cfg, device), build_data(cfg)
-    mesh = make_mesh(cfg, world, device, Listener(os.environ))
+    with cli.user_errors(RunError):
+        mesh = make_mesh(cfg, world, device, Listener(os.environ))
     result, work, kernels, description = run(cfg, args, mesh, data)
     gc.collect()  # the trainer is gone: its memory is for the floor
     if device.type == "cuda":

@@ -5,7 +5,6 @@ Without torchrun this is a world of one process; without a configuration it trai
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -29,6 +28,7 @@ import torch.distributed as dist
 from minitron.checkpoint.load import ResumePoint, agree, check_data, newest_local_save, restore
 from minitron.checkpoint.save import Exporter
 from minitron.checkpoint.weights import Weights
+from minitron.comm.activity import Stopwatch
 from minitron.comm.collectives import all_reduce_
 from minitron.comm.mesh import Mesh
 from minitron.config import cli, rules
@@ -37,7 +37,6 @@ from minitron.data.build import Datasets, build_datasets
 from minitron.data.cache import Cache
 from minitron.data.tokenizers import Tokenizer
 from minitron.kernels import kernels
-from minitron.pipeline.replay import why_eager
 from minitron.runtime import profiling
 from minitron.runtime.log import Log
 from minitron.runtime.rendezvous import Signer, joined
@@ -68,8 +67,8 @@ def main(
 
 def run(argv: list[str] | None, description: str, finetune: bool, listener: Listener) -> int:
     """Train until the last step, or until a signal, whose number it returns."""
+    imported = time.time()
     with cli.user_errors():
-        startup = Startup(os.environ, listener.begun)
         rank, world, local_rank, ranks_here = read_torchrun_env(os.environ)
     with cli.user_errors(quiet=local_rank > 0):  # the other ranks of this node find the same mistake
         argv, options = sys.argv[1:] if argv is None else argv, None
@@ -98,11 +97,17 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
         profiling.check(cfg.profile, device)
         log = Log(cfg, rank, world, name)
         listener.report_to(log.alarm)
+        startup = Startup(os.environ, log, listener.begun, imported)
         if warning := raise_file_limits(os.environ, world):
             log.warn(warning)
     with log, cli.user_errors(RunError, quiet=rank > 0):
-        signer, first_on_node = make_signer(os.environ, log), local_rank == 0
-        mesh = make_mesh(cfg, world, device, listener, signer)
+        first_on_node = local_rank == 0
+        job = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{startup.parts.get('round', 0)}"
+        signer = Signer(os.environ.get("MINITRON_SECRET", ""), job, log.alarm)
+        # Ranks of one pipeline stage are compared, if it has two or more.
+        timed = cfg.train.check_speed_every and world > cfg.parallel.pp
+        stopwatch = Stopwatch(device, chosen.add_now) if timed else None
+        mesh = make_mesh(cfg, world, device, listener, signer, stopwatch)
         stop = Stop(mesh, log, cfg.train.max_skipped, listener, signer)
         with watched(mesh, log, cfg.train.hang_seconds, listener, signer):
             with cli.user_errors(quiet=rank > 0):  # raised on all ranks alike
@@ -140,30 +145,25 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
 
 def read_torchrun_env(environ: Mapping[str, str]) -> tuple[int, int, int, int]:
     """Read (rank, world) of all nodes and of this one; without torchrun (0, 1, 0, 1). Raises ValueError."""
-    found = []
-    for name, default in ("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"):
-        if not re.fullmatch("[0-9]{1,9}", text := environ.get(name, default)):
+    numbers = {}
+    for name, alone in ("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"):
+        if not re.fullmatch("[0-9]{1,9}", text := environ.get(name, alone)):
             raise ValueError(
                 f"{name}={text[:40]!r} is no number of a rank or of ranks; start ranks with torchrun, or unset {name}"
             )
-        found.append(int(text))
-    rank, world, local_rank, ranks_here = found
-    if rank >= world:
-        raise ValueError(
-            f"RANK={rank} is none of WORLD_SIZE={world} ranks, which count from 0; start ranks with "
-            "torchrun, or unset both"
-        )
-    most = ranks_here if "LOCAL_WORLD_SIZE" in environ else world
-    if local_rank >= most:  # it would leave the lines of errors to a rank 0 of the node that there is not
-        raise ValueError(
-            f"LOCAL_RANK={local_rank} is none of {most} ranks, which count from 0; start ranks with torchrun, or unset "
-            "LOCAL_RANK and LOCAL_WORLD_SIZE"
-        )
-    return rank, world, local_rank, ranks_here
+        numbers[name] = int(text)
+    node = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in environ else "WORLD_SIZE"
+    for name, size in ("RANK", "WORLD_SIZE"), ("LOCAL_RANK", node):  # a node needs a rank 0, which prints errors
+        if numbers[name] >= numbers[size]:
+            raise ValueError(
+                f"{name}={numbers[name]} is none of {size}={numbers[size]} ranks, which count from 0; start ranks with "
+                "torchrun, or unset both"
+            )
+    return numbers["RANK"], numbers["WORLD_SIZE"], numbers["LOCAL_RANK"], numbers["LOCAL_WORLD_SIZE"]
 
 
 def check_meeting_place(environ: Mapping[str, str], world: int) -> None:
-    """Raise ValueError unless the environment says where the ranks of a world meet."""
+    """Raise ValueError unless the environment has the address and port at which the ranks of a world meet."""
     if world == 1:
         return
     if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environ]:
@@ -193,9 +193,8 @@ def describe_run(log: Log, trainer: Trainer, data: Datasets, start: ResumePoint,
     if log.world > 1 and not os.environ.get("MINITRON_SECRET"):
         notes.append("MINITRON_SECRET is not set: any program that reaches the ranks' store can end this run")
     notes.append(trainer.describe())
-    reason = why_eager(cfg, mesh.device, trainer.kernels.attention.masks_documents)
-    if reason and (cfg.train.cuda_graph == "on" or cfg.train.cuda_graph == "auto" and device != "cpu"):
-        notes.append(f"train.cuda_graph={cfg.train.cuda_graph}: every step is eager, since {reason}")
+    if trainer.eager_reason and (cfg.train.cuda_graph == "on" or device != "cpu"):
+        notes.append(f"train.cuda_graph={cfg.train.cuda_graph}: every step is eager, since {trainer.eager_reason}")
     for reader, resumed in (start.base_weights, False), (start.reader, start.resume):
         if reader is not None:
             notes += [f"{'resumed from' if resumed else 'weights of'} {reader.path}", reader.note]
@@ -295,15 +294,15 @@ def build_data(cfg: Config, start: ResumePoint = ResumePoint(), first_on_node: b
     return data
 
 
-def make_signer(environ: Mapping[str, str], log: Log) -> Signer:
-    """Return the signer of this rank's messages, by the secret that all ranks of the job share."""
-    round_ = json.loads(environ.get("MINITRON_ROUND", "{}")).get("round", 0)
-    place = f"{environ.get('TORCHELASTIC_RUN_ID', '')}/{round_}"
-    return Signer(environ.get("MINITRON_SECRET", ""), place, log.alarm)
-
-
-def make_mesh(cfg: Config, world: int, device: torch.device, listener: Listener, signer: Signer = Signer()) -> Mesh:
-    """Make the mesh of torchrun's world. A world of one has no process group.
+def make_mesh(
+    cfg: Config,
+    world: int,
+    device: torch.device,
+    listener: Listener,
+    signer: Signer = Signer(),
+    stopwatch: Stopwatch | None = None,
+) -> Mesh:
+    """Make the mesh of torchrun's world. A world of one has no process group. stopwatch: see Mesh.create.
 
     A rank that cannot join the others ends with exit status LOST and one line, which `listener` writes.
     """
@@ -321,7 +320,7 @@ def make_mesh(cfg: Config, world: int, device: torch.device, listener: Listener,
             device_id=device if device.type == "cuda" else None,
         )
         tied = cfg.model.tie_embeddings
-        return Mesh.create(tp=p.tp, pp=p.pp, cp=p.cp, tied=tied, device=device, timeout=timeout)
+        return Mesh.create(tp=p.tp, pp=p.pp, cp=p.cp, tied=tied, device=device, timeout=timeout, stopwatch=stopwatch)
 
 
 if __name__ == "__main__":

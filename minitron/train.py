@@ -20,7 +20,6 @@ from minitron.checkpoint.load import ResumePoint
 from minitron.checkpoint.save import Exporter
 from minitron.checkpoint.saves import Saves
 from minitron.checkpoint.state import State
-from minitron.comm.activity import Progress
 from minitron.comm.collectives import all_reduce_
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config
@@ -61,7 +60,8 @@ class Trainer:
     """The parts of a run on this rank.
 
     runner: launches or replays the passes of a step. rerun: checks each step, if train.rerun is on. base: fingerprint
-    of the frozen weights that adapters are trained beside.
+    of the frozen weights that adapters are trained beside. eager_reason: why no step can be recorded; None if steps are
+    recorded, or if train.cuda_graph is off.
     """
 
     cfg: Config
@@ -76,6 +76,7 @@ class Trainer:
     runner: Eager | Replay
     rerun: Rerun | None
     base: str | None
+    eager_reason: str | None
 
     def step(self, batches: list[Batch], lr: float) -> Stats:
         """Run forward, backward and update on this rank's microbatches of a global batch. Collective over the world.
@@ -165,8 +166,6 @@ def build(
     )
     scaler = LossScaler(cfg.precision, mesh.device, micro_batch_size * cfg.train.seq_len)
     fp8 = Fp8States([chunk.fp8_state for chunk in chunks])
-    if mesh.device.type == "cuda":
-        mesh.activity.progress = Progress.of(mesh.device)
 
     def reset() -> None:
         fp8.drop_casts()
@@ -175,11 +174,15 @@ def build(
 
     eager = Eager(executor, scaler.backward_scale, gradients.finish, reset)
     runner: Eager | Replay = eager
-    if cfg.train.cuda_graph != "off" and why_eager(cfg, mesh.device, chosen.attention.masks_documents) is None:
+    records = cfg.train.cuda_graph != "off"
+    eager_reason = why_eager(cfg, mesh.device, chosen.attention.masks_documents) if records else None
+    if records and eager_reason is None:
         layers = sum(len(stages[i]) for i in mine)
         runner = Replay(eager, mesh, layers, cfg.train.eval_every > 0, log)
     rerun = Rerun(runner, gradients, fp8, scaler, log) if cfg.train.rerun == "on" else None
-    return Trainer(cfg, mesh, chunks, gradients, optimizer, executor, scaler, fp8, chosen, runner, rerun, base)
+    return Trainer(
+        cfg, mesh, chunks, gradients, optimizer, executor, scaler, fp8, chosen, runner, rerun, base, eager_reason
+    )
 
 
 def train(
@@ -203,13 +206,13 @@ def train(
     keep_collector_out()
     loader = Loader(data.train, cfg, mesh)
     replicas = Replicas(trainer.chunks, trainer.gradients, t)
-    stragglers = Stragglers(mesh, log, t, trainer.kernels.add_now)
+    stragglers = Stragglers(mesh, log, t)
     saves = Saves(cfg, trainer.state, data.info, log, stop, replicas, start, exporter)
     memory = lambda: memory_in_use(trainer.shared_bytes, trainer.runner.replaying)
-    figures_to = stop.on_figures, saves.on_figures, partial(startup.on_figures, log)
-    meter = Meter(log, mesh, memory, saves.stalls, *figures_to)
+    observers: list[Observer] = []  # the meter gives them the figures of each step
+    meter = Meter(log, mesh, memory, saves.stalls, observers)
     evaluation = Evaluation(trainer.evaluate, cfg, mesh, data.valid, log, stop, meter)
-    observers: list[Observer] = [meter, replicas, stragglers, Boundary(trainer.executor, stop), evaluation, saves]
+    observers += [meter, replicas, stragglers, stop, evaluation, saves, startup]
     startup.mark("prepare")
     for step in profiled(range(start.step + 1, t.steps + 1), cfg, mesh, log):
         mesh.activity.begin_step(step)
@@ -220,6 +223,7 @@ def train(
         scale = trainer.scaler.scale.double().reshape(1)
         stats = trainer.step(batches, lr)
         done = StepDone(step, consumed, lr, batches, torch.cat([stats.values, scale]))
+        trainer.executor.wait_last_forward()  # a signal until now makes this step the last one
         for observer in observers:
             observer.after(done)
         if stop.agreed:
@@ -229,17 +233,6 @@ def train(
     for observer in observers:
         observer.close()
     return saves.waited
-
-
-class Boundary(Observer):
-    """Ends each step on the host: a signal stops the run here."""
-
-    def __init__(self, executor: Executor, stop: Stop):
-        self.executor, self.stop = executor, stop
-
-    def after(self, done: StepDone) -> None:
-        self.executor.wait_last_forward()
-        self.stop.should_stop()
 
 
 def keep_collector_out() -> None:

@@ -42,7 +42,8 @@ import torch.distributed as dist
 import replay as twin
 from minitron import pretrain
 from minitron.checkpoint import format as files
-from minitron.comm.activity import Activity
+from minitron.comm import activity as activities
+from minitron.comm.activity import Activity, Stopwatch
 from minitron.comm.mesh import Mesh
 from minitron.data.loader import Loader
 from minitron.optim.buckets import Bucket
@@ -50,8 +51,7 @@ from minitron.optim.zero1 import Zero1Optimizer
 from minitron.pipeline import executor
 from minitron.pipeline import replay as graph
 from minitron.pipeline.replay import Replay
-from minitron.runtime import stop, stragglers
-from minitron.runtime.stragglers import Stopwatch
+from minitron.runtime import stop
 from minitron.train import Trainer
 
 ROOT = Path(__file__).parents[1]
@@ -209,7 +209,7 @@ def busy():
 
     executor.Pass.forward, executor.Pass.backward = works(executor.Pass.forward), works(executor.Pass.backward)
     enter, Activity.enter = Activity.enter, waits
-    stragglers.time = SimpleNamespace(perf_counter_ns=lambda: clock.now)
+    activities.time = SimpleNamespace(perf_counter_ns=lambda: clock.now)
     Stopwatch._delayed = lambda watch: clock.interrupted
 
 

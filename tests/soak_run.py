@@ -313,8 +313,7 @@ def goodput_of(job: Job, recoveries: list[float]) -> dict:
     time counts. Both shares of the whole have the same starts, loads and waits, which depend on the machine's load.
     """
     from minitron.planner.failures import predict
-    from minitron.runtime import metrics
-    from minitron.supervise import goodput
+    from minitron.supervise import goodput, metrics
 
     rows = list(metrics.rows(job.log / "metrics.jsonl"))
     measured = goodput.measure(rows)

@@ -35,7 +35,7 @@ TORCH = {"torch", "triton", "transformer_engine", "flash_attn", "amp_C", "fused_
 # Tools read configurations, datasets and schedules, and plan a job, without torch, whose import takes seconds. So does
 # the supervisor.
 NO_TORCH = {"config", "data", "planner", "supervise"}
-RUNTIME = {f"runtime.{name}" for name in ("environment", "metrics", "signals", "sinks", "status")}
+RUNTIME = {f"runtime.{name}" for name in ("environment", "signals", "sinks", "status")}
 AND = {"pipeline.schedule", *RUNTIME}
 BUT = {
     "data.batch",

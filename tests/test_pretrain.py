@@ -139,10 +139,10 @@ def test_a_world_without_torchrun_is_one_line():
             {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
             "MASTER_PORT='0' is no port",
         ),
-        ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1 is none of 1 ranks"),
+        ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1 is none of WORLD_SIZE=1 ranks"),
         (
             {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"},
-            "LOCAL_RANK=2 is none of 2 ranks",
+            "LOCAL_RANK=2 is none of LOCAL_WORLD_SIZE=2 ranks",
         ),
     ],
 )

@@ -27,8 +27,8 @@ from minitron.config import command
 from minitron.config.files import errors_as
 from minitron.config.text import printable
 from minitron.planner import style
-from minitron.runtime.metrics import rows, without_repeats
 from minitron.supervise.goodput import Goodput, measure
+from minitron.supervise.metrics import rows, without_repeats
 
 WIDTH, HEIGHT = 80, 24  # of the terminal picture, in characters, axes and legend included
 MARGIN = 8  # columns left of the plot: tick labels and axis

@@ -24,7 +24,7 @@ from minitron.config import command
 from minitron.config.files import errors_as
 from minitron.config.text import printable
 from minitron.planner import style
-from minitron.runtime.metrics import rows, without_repeats
+from minitron.supervise.metrics import rows, without_repeats
 
 LARGEST = 1e15  # of steps and seconds
 COLUMNS, ROWS = 60, 32  # of the terminal picture at most

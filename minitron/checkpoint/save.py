@@ -148,7 +148,7 @@ class Checkpointer:
         pairs = (pair for kind, flat in self.state.slices().items() for pair in zip(self.host[kind], flat))
         copied = copy_beside(self.stream, ((host, device) for host, device in pairs if len(host)))
         if copied is not None:
-            self.state.optimizer.snapshot_done = Handle(copied, [partial(self._wait_for_copy, copied)])
+            self.state.optimizer.wait_before_update(Handle(copied, [partial(self._wait_for_copy, copied)]))
         layout = {axis: getattr(self.mesh, axis).size for axis in ("world", "tp", "pp", "cp", "dp")}
         about = {
             "iteration": step,

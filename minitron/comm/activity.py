@@ -4,17 +4,24 @@ Problem: when one rank of a thousand stops, the others wait for it in a collecti
 The idea: every rank keeps an `Activity`, a few attributes that the training thread overwrites: step, schedule action,
 collective. Every `Axis` has it, so every collective writes to it, and it is no global. runtime/watch.py reads it in a
 run. A dry run's recorder (planner/dryrun/dryrun.py) is an Activity that keeps every collective.
+
+An Activity also drives two clocks of the same actions: `Progress`, how far a GPU is, and `Stopwatch`, how long a rank
+computes without waiting for others (runtime/stragglers.py).
 """
 
 from __future__ import annotations
 
+import os
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from time import monotonic
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 
 class Ranks(Protocol):
@@ -27,20 +34,6 @@ class Ranks(Protocol):
     def ranks(self) -> tuple[int, ...]: ...
 
 
-class Stopwatch(Protocol):
-    """Times a rank's own work, see runtime/stragglers.py."""
-
-    one_microbatch: bool  # it times one forward and one backward of a step, because its calls cost time
-
-    def begin(self) -> None: ...
-
-    def end(self) -> None: ...
-
-    def pause(self) -> None: ...
-
-    def resume(self) -> None: ...
-
-
 class PeerLost(RuntimeError):
     """A collective failed that no Activity records, such as a save's; most likely another rank has died."""
 
@@ -50,18 +43,18 @@ class Activity:
 
     action: of the schedule, or a word. collective: (kind, axis, bytes) of the collective that the host is in, or that
     has failed. since: time of the last change, by `time.monotonic`. progress: on a GPU, what the device itself is
-    doing. stopwatch: times the rank's own work, if that is measured.
+    doing. stopwatch: times the rank's own work; None if that is not measured.
     """
 
     __slots__ = ("step", "action", "collective", "since", "progress", "stopwatch")
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device = torch.device("cpu"), stopwatch: Stopwatch | None = None):
         self.step = 0
         self.action: object = "start"
         self.collective: tuple[str, Ranks, int] | None = None
         self.since = monotonic()
-        self.progress: Progress | None = None
-        self.stopwatch: Stopwatch | None = None
+        self.progress = Progress.of(device) if device.type == "cuda" else None
+        self.stopwatch = stopwatch
 
     def begin_step(self, step: int) -> None:
         """Note that the host begins a step."""
@@ -100,7 +93,7 @@ class Activity:
         if waits:
             self.pause()
 
-    def record(self, kind: str, axis: Ranks, x: torch.Tensor, ranks: tuple[int, ...]) -> None:
+    def record(self, kind: str, axis: Ranks, x: Tensor, ranks: tuple[int, ...]) -> None:
         """Do nothing. A dry run lists x here, the input of a collective of `ranks` or a message to or from one."""
 
     def leave(self) -> None:
@@ -141,7 +134,7 @@ class Progress:
     function, so it also works after the device has failed.
     """
 
-    def __init__(self, words: torch.Tensor, on_device: torch.Tensor):
+    def __init__(self, words: Tensor, on_device: Tensor):
         self.words = words
         self._step, self._done = on_device.unbind()
         self.queued: deque[tuple[int, list[object]]] = deque([(0, [])], maxlen=4)
@@ -150,7 +143,8 @@ class Progress:
     def of(device: torch.device) -> Progress:
         """Make the words of a GPU, which accesses pinned memory at the host's address."""
         words = torch.zeros(2, dtype=torch.int64, pin_memory=True)
-        return Progress(words, torch.as_tensor(_DeviceView(words), device=device))
+        view = {"shape": (2,), "typestr": "<i8", "data": (words.data_ptr(), False), "version": 3}
+        return Progress(words, torch.as_tensor(SimpleNamespace(__cuda_array_interface__=view), device=device))
 
     def begin_step(self, step: int) -> None:
         """Queue the beginning of a step."""
@@ -173,16 +167,60 @@ class Progress:
         return "through with all actions"
 
 
-class _DeviceView:
-    """Pinned memory under the protocol by which torch.as_tensor makes a device tensor of it."""
+class Stopwatch:
+    """Adds up the nanoseconds between a begin and its end, without those between a pause and its resume.
 
-    def __init__(self, pinned: torch.Tensor):
-        self.__cuda_array_interface__: dict[str, Any] = {
-            "shape": tuple(pinned.shape),
-            "typestr": "<i8",
-            "data": (pinned.data_ptr(), False),
-            "version": 3,
-        }
+    add_now(total, sign): adds sign times the time to total, 0-d int64 on a GPU, when the current stream comes to it.
+    None: use the host's clock.
+    """
+
+    def __init__(self, device: torch.device, add_now: Callable[[Tensor, int], None] | None):
+        self.total = torch.zeros((), dtype=torch.int64, device=device)
+        self.add_now, self.on_host, self.one_microbatch = add_now, 0, add_now is not None
+        self.running = self.paused = False
+        self.scheduler = None
+        with suppress(OSError):  # no Linux
+            self.scheduler = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+        self.stream: torch.cuda.Stream | None = None
+
+    def begin(self) -> None:
+        """Begin an action that is timed."""
+        self.running, self.paused, self.stream = True, False, self._stream()
+        self._add(-1)
+
+    def end(self) -> None:
+        """End it."""
+        self._add(1)
+        self.running = False
+
+    def pause(self) -> None:
+        """Note that this stream now waits for other ranks. Only the stream of `begin` is timed."""
+        if self.running and not self.paused and self._stream() == self.stream:
+            self.paused = True
+            self._add(1)
+
+    def resume(self) -> None:
+        """Note that the wait is over."""
+        if self.paused and self._stream() == self.stream:
+            self.paused = False
+            self._add(-1)
+
+    def read_into(self, reading: Tensor) -> None:
+        """Write the sum to reading, 0-d int64 on the device."""
+        reading.fill_(self.on_host) if self.add_now is None else reading.copy_(self.total)
+
+    def _add(self, sign: int) -> None:
+        if self.add_now is None:
+            self.on_host += sign * (time.perf_counter_ns() - self._delayed())
+        else:
+            self.add_now(self.total, sign)
+
+    def _delayed(self) -> int:
+        """Return the nanoseconds in which Linux delayed this thread, which was ready to run."""
+        return 0 if self.scheduler is None else int(os.pread(self.scheduler, 64, 0).split()[1])
+
+    def _stream(self) -> torch.cuda.Stream | None:
+        return torch.cuda.current_stream(self.total.device.index) if self.total.is_cuda else None
 
 
 def listed(ranks: Iterable[int], at_most: int = 8) -> str:

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from minitron.comm.activity import Activity
+from minitron.comm.activity import Activity, Stopwatch
 from minitron.comm.agree import Agreement
 
 AXES = ("pp", "dp", "cp", "tp")
@@ -84,11 +84,12 @@ class Mesh:
         tied: bool = True,
         device: torch.device | str = "cpu",
         timeout: timedelta | None = None,
+        stopwatch: Stopwatch | None = None,
     ) -> Mesh:
         """Make the mesh of the initialised default process group; dp is its world divided by tp, pp and cp.
 
         tied: the model ties its embeddings and so needs the embedding axis. timeout: a collective of any axis fails
-        after it; None: torch's own. Collective: every rank must call it.
+        after it; None: torch's own. stopwatch: times this rank's own work. Collective: every rank must call it.
         Raises ValueError if tp * pp * cp does not divide the world.
         """
         device = torch.device(device)
@@ -98,7 +99,7 @@ class Mesh:
         groups: dict[str, dist.ProcessGroup | None] = {name: device_mesh[name].get_group() for name in AXES}
         groups["dp_cp"] = device_mesh["dp", "cp"]._flatten("dp_cp").get_group()
         groups["world"] = dist.group.WORLD
-        axes = offline_axes(rank, shape, tied)
+        axes = offline_axes(rank, shape, tied, Activity(device, stopwatch))
         if tied and pp > 1 and dist.get_backend() == "nccl":  # one split of the world, in which all ranks take part
             stage_size = world // pp  # pp is outermost: a stage is that many ranks in a row
             pairs = [[first, first + world - stage_size] for first in range(stage_size)]
@@ -119,7 +120,8 @@ class Mesh:
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        return Mesh(rank, device, **offline_axes(rank, _shape(world, tp, pp, cp)), agreement=Agreement())
+        axes = offline_axes(rank, _shape(world, tp, pp, cp), True, Activity(device))
+        return Mesh(rank, device, **axes, agreement=Agreement())
 
 
 def _shape(world: int, tp: int, pp: int, cp: int) -> tuple[int, int, int, int]:
@@ -131,7 +133,7 @@ def _shape(world: int, tp: int, pp: int, cp: int) -> tuple[int, int, int, int]:
     return pp, world // (tp * pp * cp), cp, tp
 
 
-def offline_axes(rank: int, shape: tuple[int, int, int, int], tied: bool = True) -> dict[str, Axis]:
+def offline_axes(rank: int, shape: tuple[int, int, int, int], tied: bool, activity: Activity) -> dict[str, Axis]:
     """Make every axis of one rank of a [pp, dp, cp, tp] array, by name and without groups. tied: see `Mesh.create`."""
     pp, dp, cp, tp = shape
     world = math.prod(shape)
@@ -152,5 +154,4 @@ def offline_axes(rank: int, shape: tuple[int, int, int, int], tied: bool = True)
         "embedding": ends if rank in ends else (rank,),
         "world": line(world, 1),
     }
-    activity = Activity()
     return {name: Axis(name, ranks.index(rank), len(ranks), ranks, activity=activity) for name, ranks in lines.items()}

@@ -76,14 +76,14 @@ def user_errors(
 ) -> Iterator[None]:
     """Turn an error of this kind inside into one line on stderr and an exit status: 1, or that of a RunError.
 
-    While the command line is parsed and the run is built, every ValueError is a mistake of the user; later only a
-    RunError is. quiet: another rank, which finds the same mistake, prints the line. This one exits some seconds later,
-    since torchrun ends all ranks when the first one exits. A RunError may have its own `quiet`.
+    While the command line is parsed and the run is built, every ValueError is a mistake of the user, and all ranks find
+    it; later only a RunError is, whose own `quiet` has priority: perhaps not all ranks raise it. quiet: another rank
+    prints the line. This one exits some seconds later, since torchrun ends all ranks when the first one exits.
     """
     try:
         yield
     except kind as error:
-        own = getattr(error, "quiet", None)
+        own = None if kind is ValueError else getattr(error, "quiet", None)
         if quiet if own is None else own:
             time.sleep(QUIET_SECONDS)
         else:

@@ -43,7 +43,7 @@ class Evaluation(Observer):
         if self.stop.agreed or not t.eval_every or done.step % t.eval_every:
             return
         assert self.dataset is not None, "rules require validation data with train.eval_every"
-        self.meter.flush()
+        self.meter.close()  # its line comes before that of the evaluation
         began, loader = time.perf_counter(), Loader(self.dataset, self.cfg, self.mesh)
         total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         for i in range(t.eval_steps):

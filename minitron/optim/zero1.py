@@ -67,7 +67,7 @@ class Zero1Optimizer:
     With FP8 weights the constructor writes their first bytes and is collective over dp_cp.
 
     masters, exp_avg, exp_avg_sq: one float32 tensor [size / dp_cp] per bucket, never replaced. steps: 0-d float32,
-    updates so far. snapshot_done: handle of a state copy in progress. The update waits for it.
+    updates so far.
     """
 
     def __init__(self, gradients: Gradients, cfg: OptimizerConfig, kernels: Kernels):
@@ -118,6 +118,10 @@ class Zero1Optimizer:
         self.gradients.after_gathers()
         loss = loss_sum / count
         return Stats(torch.stack([loss, norm, skipped.double(), loss.isfinite().logical_not().double()]))
+
+    def wait_before_update(self, copied: Handle[Any]) -> None:
+        """Let the next update wait for a copy of the state that is under way."""
+        self.snapshot_done = copied
 
     def _update(self, lr: float, divisor: Tensor, found_inf: Tensor) -> None:
         """Update all slices with gradient / divisor, unless found_inf is 1. A gather runs beside the next update."""

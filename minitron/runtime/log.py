@@ -35,19 +35,20 @@ import time
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
 from minitron.config import flops
+from minitron.config.files import errors_as
 from minitron.config.schema import Config
 from minitron.config.text import to_yaml
 from minitron.runtime import log_formats
 from minitron.runtime.log_formats import Iteration, Line
 from minitron.runtime.sinks import FULL, SINKS, File, Sink, append_to
-from minitron.runtime.status import why_it_ended
+from minitron.runtime.status import RunError, why_it_ended
 
 RECENT = 20  # how many steps the summary covers
 
@@ -58,7 +59,7 @@ class Log(AbstractContextManager):
     device_name: of the GPU; the MFU is a share of its peak. Unknown GPUs, CPUs and fp32 runs have no MFU.
     metrics: on rank 0, metrics.jsonl. last_step: the last iteration of this process, if there is one.
     Raises ValueError if log.dir or a sink cannot be written, or its package is not installed. A full or failing disk is
-    one warning: a run that restarts after a fault goes on without these records.
+    one warning: a run that restarts after a fault continues without these records.
     """
 
     def __init__(self, cfg: Config, rank: int, world: int, device_name: str = "cpu"):
@@ -79,16 +80,12 @@ class Log(AbstractContextManager):
         self._warned = False
         self._show_warning = warnings.showwarning
         if cfg.log.dir is not None:
-            self._open(Path(cfg.log.dir).expanduser())
+            with self._opening("dir"):
+                self._open_files(Path(cfg.log.dir).expanduser())
         for name, make in SINKS.items() if rank == 0 else ():
-            try:
-                if getattr(cfg.log, name):
+            if getattr(cfg.log, name):
+                with self._opening(name):
                     self._sinks.append(make(cfg))
-            except ValueError as error:
-                if not (isinstance(full := error.__context__, OSError) and full.errno in FULL):
-                    self.close()
-                    raise
-                self._warn(f"log.{name}", full)
 
     @property
     def last_step(self) -> int | None:
@@ -119,27 +116,25 @@ class Log(AbstractContextManager):
 
         Any thread may call it.
         """
+        values = _finite(values)
         if self.metrics is not None:
-            row = {"kind": kind, "time": time.time(), **_finite(values)}
-            self._append(self.metrics, json.dumps(row, allow_nan=False) + "\n")
+            row = {"kind": kind, "time": time.time(), **values}
+            self._write(self.metrics, self.metrics.write, json.dumps(row, allow_nan=False) + "\n")
         if self._sinks and kind in ("step", "eval"):
             step = values.pop("step")
-            scalars = log_formats.flattened(_finite(values), kind)
+            scalars = {k: v for k, v in log_formats.flattened(values, kind).items() if v is not None}
             for sink in self._sinks:
-                try:
-                    sink.record(step, {k: v for k, v in scalars.items() if v is not None})
-                except OSError as error:
-                    self._warn(sink.path, error)
+                self._write(sink, sink.record, step, scalars)
 
     def summary(self) -> None:
         """Print the mean of the last steps, as NVIDIA's fine-tuning recipes do: the first steps are slower."""
         iterations, t = list(self._recent), self.cfg.train
         if iterations:
-            seconds, rates = sum(it.seconds for it in iterations) / len(iterations), self._rates(iterations)
-            mfu = "" if self.peak is None else f", MFU (full): {100 * rates['full'] / self.peak:.2f}%"
+            seconds, (_, mfu) = sum(it.seconds for it in iterations) / len(iterations), self._rates(iterations)
             tokens = f"{t.global_batch_size * t.seq_len / seconds:.0f}"
             mean = f"mean of the last {len(iterations)} steps: train_step_timing in s: {seconds:.4f}"
-            self.info(f"{mean}, tokens per second: {tokens}{mfu}")
+            share = "" if mfu is None else f", MFU (full): {100 * mfu:.2f}%"
+            self.info(f"{mean}, tokens per second: {tokens}{share}")
 
     def info(self, text: str, rank: int = 0) -> None:
         """Write to stdout and to the log of one rank. The other ranks, which have the same text, write nothing."""
@@ -167,6 +162,11 @@ class Log(AbstractContextManager):
         self._error(logged)
         self._stderr(text if self._rank_log and not self._rank_log.lost else logged)
 
+    def current_traceback(self) -> None:
+        """Write the traceback of the error that is handled to this rank's log, or to stderr if there is no log."""
+        write = self._stderr if self._rank_log is None else self._note
+        write(traceback.format_exc())
+
     def close(self) -> None:
         for file in filter(None, (self._rank_log, self.metrics, self._dllogger, *self._sinks)):
             file.close()
@@ -176,9 +176,14 @@ class Log(AbstractContextManager):
         self._sinks = []
 
     def __exit__(self, _, error: BaseException | None, __) -> None:
-        """Write the error that ends the rank to errors.log: as one line if stderr has one, else with its traceback."""
+        """Write the error that ends the rank to errors.log: as one line if stderr has one, else with its traceback.
+
+        The line of an error that this rank alone has is in this rank's log, too.
+        """
         if isinstance(error, SystemExit) and (why := why_it_ended(error)):
             self._error(why)
+            if isinstance(known := error.__context__, RunError) and known.quiet is False:
+                self._note(why)
         elif isinstance(error, Exception):
             self._error("".join(traceback.format_exception(error)))
         self.close()
@@ -187,14 +192,13 @@ class Log(AbstractContextManager):
 
     def _line(self) -> Line:
         iterations = tuple(self._since_line) or (self._recent[-1],)  # an evaluation comes after the line of its step
-        t, rates, now = self.cfg.train, self._rates(iterations), datetime.now()
-        mfu = None if self.peak is None else rates["full"] / self.peak
+        t, (rates, mfu), now = self.cfg.train, self._rates(iterations), datetime.now()
         return Line(
             iterations, t.steps, t.global_batch_size, rates, now, self._steps, self._seconds, mfu, self._val_loss
         )
 
-    def _rates(self, iterations: Sequence[Iteration]) -> dict[str, float]:
-        """Compute the mean TFLOP/s per GPU of some steps, by each of the three ways to count."""
+    def _rates(self, iterations: Sequence[Iteration]) -> tuple[dict[str, float], float | None]:
+        """Compute the mean TFLOP/s per GPU of some steps, by each of the three ways to count, and the MFU."""
         t, m, frozen = self.cfg.train, self.cfg.model, self.cfg.finetune.kind == "lora"
         tokens = t.global_batch_size * t.seq_len
         squares = [tokens * t.seq_len if it.squared_lengths is None else it.squared_lengths for it in iterations]
@@ -207,26 +211,63 @@ class Log(AbstractContextManager):
             "hardware": len(iterations) * t.global_batch_size * sequence,
         }
         seconds = sum(it.seconds for it in iterations)
-        return {name: flops.tflops_per_gpu(count, seconds, self.world) for name, count in operations.items()}
+        rates = {name: flops.tflops_per_gpu(count, seconds, self.world) for name, count in operations.items()}
+        return rates, None if self.peak is None else rates["full"] / self.peak
+
+    def _record_step(self, it: Iteration) -> None:
+        if self.metrics is None and not self._sinks:
+            return
+        self._dllog(it.step - 1, log_formats.dllogger_step(it))
+        t, (rates, mfu) = self.cfg.train, self._rates([it])
+        self.record(
+            "step",
+            step=it.step,
+            consumed_samples=it.consumed_samples,
+            loss=it.loss,
+            grad_norm=it.grad_norm,
+            learning_rate=it.lr,
+            loss_scale=it.loss_scale,
+            step_seconds=it.seconds,
+            stall_seconds=it.stall_seconds,
+            samples_per_second=t.global_batch_size / it.seconds,
+            tokens_per_second=t.global_batch_size * t.seq_len / it.seconds,
+            tflops=rates,
+            mfu=mfu,
+            memory_gib=it.memory_gib,
+            skipped_total=self._skipped_total,
+            nan_total=self._nan_total,
+        )
+
+    def _dllog(self, step: int | str, data: dict) -> None:
+        if self._dllogger is not None:
+            record = log_formats.dllogger(step, _finite(data), datetime.now(), self._begun)
+            self._write(self._dllogger, self._dllogger.write, record + "\n")
 
     # ---- the files ----------------------------------------------------------------------------------------------
 
-    def _open(self, folder: Path) -> None:
+    @contextmanager
+    def _opening(self, key: str) -> Iterator[None]:
+        """Open inside what a key of the log names. A full or failing disk costs a warning; a mistake closes the log."""
         try:
+            yield
+        except ValueError as error:
+            if not (isinstance(cause := error.__cause__, OSError) and cause.errno in FULL):
+                self.close()
+                raise
+            self._warn(f"log.{key}", cause)
+
+    def _open_files(self, folder: Path) -> None:
+        fix = "name another directory, or null for none"
+        line = lambda error: f"log.dir={self.cfg.log.dir} cannot be written: {error.strerror}; {fix}"
+        with errors_as(ValueError, line, OSError):
             self._rank_log = File(folder / f"rank-{self.rank}.log", now=self.rank == 0)
             self._errors, warnings.showwarning = folder / "errors.log", self._python_warning
             if self.rank == 0:
                 self.metrics = File(folder / "metrics.jsonl")
                 self._dllogger = File(folder / "dllogger.json")
-                self._append(self._dllogger, self._dllog("PARAMETER", log_formats.flattened(asdict(self.cfg), "cfg")))
+                self._dllog("PARAMETER", log_formats.flattened(asdict(self.cfg), "cfg"))
                 (folder / "config.yaml.new").write_text(to_yaml(self.cfg), encoding="utf-8")
                 (folder / "config.yaml.new").replace(folder / "config.yaml")
-        except OSError as error:
-            if error.errno in FULL:
-                return self._warn(folder, error)
-            self.close()
-            why = f"cannot be written: {error.strerror}; name another directory, or null for none"
-            raise ValueError(f"log.dir={self.cfg.log.dir} {why}") from None
 
     def _error(self, text: str) -> None:
         """Append a record to errors.log, in one write. If that fails, this rank's log and stderr still have it."""
@@ -250,13 +291,15 @@ class Log(AbstractContextManager):
         if self._rank_log is not None:
             now, lost = f"{datetime.now():%Y-%m-%d %H:%M:%S.%f}"[:-3], self._rank_log.lost
             missing = f"{now} rank {self.rank}: {lost} messages before this one are lost: the disk was full or failed\n"
-            self._append(self._rank_log, f"{missing if lost else ''}{now} rank {self.rank}: {text}\n")
+            record = f"{missing if lost else ''}{now} rank {self.rank}: {text}\n"
+            self._write(self._rank_log, self._rank_log.write, record)
 
-    def _append(self, file: File, record: str | bytes) -> None:
+    def _write(self, sink: File | Sink, write: Callable[..., object], *record: object) -> None:
+        """Call write(*record) of a file or another sink. A full or failing disk costs a warning."""
         try:
-            file.write(record)
+            write(*record)
         except OSError as error:
-            self._warn(file.path, error)
+            self._warn(sink.path, error)
 
     def _warn(self, where: Path | str, error: OSError) -> None:
         """Warn once, from rank 0. Other ranks write to the same disk, or count lost messages in their logs."""
@@ -265,34 +308,6 @@ class Log(AbstractContextManager):
             reason = (error.strerror or str(error)).lower()
             rest = "training goes on, and records are missing in the logs until there is room"
             self._stderr(f"warning: {where} cannot be written: {reason}; {rest}")
-
-    def _record_step(self, it: Iteration) -> None:
-        if self.metrics is None and not self._sinks:
-            return
-        if self._dllogger is not None:
-            self._append(self._dllogger, self._dllog(it.step - 1, log_formats.dllogger_step(it)))
-        t, rates = self.cfg.train, self._rates([it])
-        self.record(
-            "step",
-            step=it.step,
-            consumed_samples=it.consumed_samples,
-            loss=it.loss,
-            grad_norm=it.grad_norm,
-            learning_rate=it.lr,
-            loss_scale=it.loss_scale,
-            step_seconds=it.seconds,
-            stall_seconds=it.stall_seconds,
-            samples_per_second=t.global_batch_size / it.seconds,
-            tokens_per_second=t.global_batch_size * t.seq_len / it.seconds,
-            tflops=rates,
-            mfu=None if self.peak is None else rates["full"] / self.peak,
-            memory_gib=it.memory_gib,
-            skipped_total=self._skipped_total,
-            nan_total=self._nan_total,
-        )
-
-    def _dllog(self, step: int | str, data: dict) -> str:
-        return log_formats.dllogger(step, _finite(data), datetime.now(), self._begun) + "\n"
 
 
 def _finite(values: dict) -> dict:

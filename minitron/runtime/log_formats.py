@@ -183,31 +183,30 @@ def flattened(tree: dict, prefix: str) -> dict:
 # ---- the parts --------------------------------------------------------------------------------------------------
 
 
-def _fields(*fields: str) -> str:
-    return " " + " | ".join(fields) + " |"
+def _fields(*fields: str | None) -> str:
+    return " " + " | ".join(field for field in fields if field is not None) + " |"
 
 
 def _progress(line: Line) -> str:
     return f"iteration {line.last.step:8d}/{line.steps:8d} | consumed samples: {line.last.consumed_samples:12d}"
 
 
-def _common(line: Line) -> list[str]:
-    fields = [f"global batch size: {line.batch:5d}"]
-    if line.loss is not None:
-        fields.append(f"lm loss: {line.loss:.6E}")
-    fields.append(f"loss scale: {line.last.loss_scale:.1f}")
-    if line.last.advanced:
-        fields.append(f"grad norm: {line.last.grad_norm:.3f}")
+def _common(line: Line) -> list[str | None]:
     return [
-        *fields,
+        f"global batch size: {line.batch:5d}",
+        None if line.loss is None else f"lm loss: {line.loss:.6E}",
+        f"loss scale: {line.last.loss_scale:.1f}",
+        f"grad norm: {line.last.grad_norm:.3f}" if line.last.advanced else None,
         f"number of skipped iterations: {sum(int(it.skipped) for it in line.iterations):3d}",
         f"number of nan iterations: {sum(int(it.nan) for it in line.iterations):3d}",
     ]
 
 
-def _added(line: Line) -> list[str]:
-    mfu = [] if line.mfu is None else [f"MFU (full): {100 * line.mfu:.2f}%"]
-    return mfu if line.last.memory_gib is None else [*mfu, f"memory: {line.last.memory_gib:.1f} GiB"]
+def _added(line: Line) -> list[str | None]:
+    return [
+        None if line.mfu is None else f"MFU (full): {100 * line.mfu:.2f}%",
+        None if line.last.memory_gib is None else f"memory: {line.last.memory_gib:.1f} GiB",
+    ]
 
 
 def _padded(x: float) -> str:

@@ -8,6 +8,7 @@ A step's time is measured on the device, between the copies of two steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,13 +21,15 @@ from minitron.runtime.log import Iteration, Log
 from minitron.runtime.observer import Observer, StepDone
 
 GIB = 2**30
+OF_STEP = "loss", "grad_norm", "skipped", "nan", "loss_scale"
+OF_RANKS = "squared_lengths", "padding", "memory_gib", "allocated_gib"  # sums over data ranks, and highest ranks
 
 
 class Meter(Observer):
     """Logs the figures of each step, device tensors, one step late. Collective over the world.
 
     memory(): bytes of the GPU in use at the peak, and now. stalls(): begin and end of each wait since the last call.
-    figures_to: called with the figures of each step, after the log.
+    observers: get the figures of each step, after the log.
     """
 
     def __init__(
@@ -35,10 +38,10 @@ class Meter(Observer):
         mesh: Mesh,
         memory: Callable[[], tuple[int, int]],
         stalls: Callable[[], Sequence[tuple[DeviceTime, DeviceTime]]],
-        *figures_to: Callable[[Iteration], None],
+        observers: Sequence[Observer],
     ):
-        self.log, self.mesh, self.memory, self.stalls, self.figures_to = log, mesh, memory, stalls, figures_to
-        self.waiting: tuple[dict, Tensor, DeviceTime, Sequence[tuple[DeviceTime, DeviceTime]]] | None = None
+        self.log, self.mesh, self.memory, self.stalls, self.observers = log, mesh, memory, stalls, observers
+        self.waiting: tuple[dict[str, Any], Tensor, DeviceTime, Sequence[tuple[DeviceTime, DeviceTime]]] | None = None
         self.restart()
 
     def restart(self) -> None:
@@ -48,40 +51,37 @@ class Meter(Observer):
     def after(self, done: StepDone) -> None:
         """Begin to copy the figures of a step that may still run. Log those of the step before."""
         self.mesh.activity.begin("figures")
-        values, known = done.figures, {"step": done.step, "consumed_samples": done.consumed_samples, "lr": done.lr}
+        values = done.figures
+        known: dict[str, Any] = {"step": done.step, "consumed_samples": done.consumed_samples, "lr": done.lr}
         extra = torch.zeros(4, dtype=values.dtype, device=values.device)
-        if done.batches[0].documents is not None:  # those of this data rank
-            known |= {"squared_lengths": 0.0, "padding": 0.0}
+        if done.batches[0].documents is None:
+            known["squared_lengths"] = None
+        else:  # those of this data rank
             extra[0].fill_(sum(batch.squared_lengths for batch in done.batches))
             extra[1].fill_(sum(batch.padding for batch in done.batches))
             all_reduce_(extra[:2], self.mesh.dp)
         if values.is_cuda:
             for place, size in zip(extra[2:], self.memory()):
                 place.fill_(size / GIB)
-            known |= {"memory_gib": 0.0, "allocated_gib": 0.0}
+        else:
+            known |= {"memory_gib": None, "allocated_gib": None}
         all_reduce_(extra[2:], self.mesh.world, op=dist.ReduceOp.MAX)
         host = torch.cat([values, extra]).to("cpu", non_blocking=True)
         copied = DeviceTime(values.device)
-        self.flush()
+        self.close()
         self.waiting = known, host, copied, self.stalls()
         if not values.is_cuda:  # a CPU has finished the step already
-            self.flush()
+            self.close()
 
     def close(self) -> None:
-        self.flush()
-
-    def flush(self) -> None:
         """Log the last step, if its figures are not logged yet."""
         if self.waiting is None:
             return
         (known, host, copied, stalls), self.waiting = self.waiting, None
         seconds, self.last = copied.seconds_since(self.last), copied
-        *common, squares, padding, memory, allocated = host.tolist()
-        figures = dict(zip(("loss", "grad_norm", "skipped", "nan", "loss_scale"), common, strict=True))
-        measured = {"squared_lengths": squares, "padding": padding, "memory_gib": memory, "allocated_gib": allocated}
-        known = {k: measured.get(k, v) for k, v in known.items()}
         stalled = min(seconds, sum(max(0.0, end.seconds_since(begin)) for begin, end in stalls))
-        it = Iteration(**figures, **known, seconds=seconds, stall_seconds=stalled)
+        figures = dict(zip(OF_STEP + OF_RANKS, host.tolist(), strict=True)) | known
+        it = Iteration(**figures, seconds=seconds, stall_seconds=stalled)
         self.log.iteration(it)
-        for receive in self.figures_to:
-            receive(it)
+        for observer in self.observers:
+            observer.on_figures(it)

@@ -5,6 +5,7 @@
         for observer in observers: observer.after(done)
     for observer in observers: observer.close()
 
+The first observer is the meter. Its `after` calls `on_figures` of all, with the figures of the step before.
 All ranks have the same observers in the same order, since most of them communicate. `train.train` has the order.
 """
 
@@ -15,6 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from minitron.runtime.log_formats import Iteration
 
 
 class StepDone(NamedTuple):
@@ -32,10 +35,13 @@ class StepDone(NamedTuple):
 
 
 class Observer:
-    """Is called after every step. The default of each method does nothing."""
+    """Observes every step. The default of each method does nothing."""
 
     def after(self, done: StepDone) -> None:
         """Observe a step that has been queued. Must not wait for the device."""
+
+    def on_figures(self, it: Iteration) -> None:
+        """Read the figures of a step, which come one step late. Equal on all ranks."""
 
     def close(self) -> None:
         """Finish what is under way after the last step."""

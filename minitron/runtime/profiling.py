@@ -23,7 +23,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -66,6 +66,9 @@ def profiled(steps: range, cfg: Config, mesh: Mesh, log: Log) -> Iterator[int]:
         try:
             where = stop()
         except OSError as error:
+            with suppress(OSError):
+                for path in stem.parent.glob(f"{stem.name}.*"):
+                    path.unlink()
             where = f"{stem}.* cannot be written: {(error.strerror or str(error)).lower()}; training goes on"
         log.info(f"profiled iterations {inside.start} to {step}: {where}", mesh.rank)
     yield from range(inside.stop, steps.stop)
@@ -85,15 +88,13 @@ def _torch(stem: Path, device: torch.device) -> Started:
         profiler.stop()
         by = "self_cpu_time_total" if device.type == "cpu" else "self_device_time_total"
         table = profiler.key_averages().table(sort_by=by, row_limit=TABLE_ROWS)
-        with _whole(f"{stem}.txt") as path:
-            path.write_text(table, encoding="utf-8")
-        with _whole(f"{stem}.json") as path:
-            path.write_bytes(b"")
-            profiler.export_chrome_trace(str(path))
-            with open(path, "rb") as trace:  # the library that writes it does not report a full disk
-                trace.seek(-min(16, os.fstat(trace.fileno()).st_size), os.SEEK_END)
-                if not trace.read().rstrip().endswith(b"}"):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        Path(f"{stem}.txt").write_text(table, encoding="utf-8")
+        Path(f"{stem}.json").write_bytes(b"")
+        profiler.export_chrome_trace(f"{stem}.json")
+        with open(f"{stem}.json", "rb") as trace:  # the library that writes it does not report a full disk
+            trace.seek(-min(16, os.fstat(trace.fileno()).st_size), os.SEEK_END)
+            if not trace.read().rstrip().endswith(b"}"):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return f"{stem}.json for ui.perfetto.dev, {stem}.txt"
 
     kinds = torch.profiler.ProfilerActivity
@@ -105,25 +106,13 @@ def _torch(stem: Path, device: torch.device) -> Started:
 def _memory(stem: Path, _) -> Started:
     def stop() -> str:
         try:
-            with _whole(f"{stem}.pickle") as path:
-                torch.cuda.memory._dump_snapshot(str(path))
+            torch.cuda.memory._dump_snapshot(f"{stem}.pickle")
         finally:
             torch.cuda.memory._record_memory_history(enabled=None)
         return f"{stem}.pickle for pytorch.org/memory_viz"
 
     torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
     return nullcontext, stop
-
-
-@contextmanager
-def _whole(path: str) -> Iterator[Path]:
-    """Remove the file that is written inside if the write fails."""
-    try:
-        yield Path(path)
-    except OSError:
-        with suppress(OSError):
-            Path(path).unlink()
-        raise
 
 
 def _wait(device: torch.device) -> None:

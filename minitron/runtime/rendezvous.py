@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from minitron.comm.activity import Activity, listed
 from minitron.runtime.signals import Listener
-from minitron.runtime.status import LOST
+from minitron.runtime.status import LOST, RanksLost
 
 NAME_SECONDS = 60.0  # a name service may take so long to learn the name of a node that has just started
 AGAIN = "the first error in the logs of all nodes says why; start all ranks again"
@@ -117,17 +117,17 @@ def joined(
 ) -> Iterator[tuple[dist.Store, int, int]]:
     """Join the other ranks of torchrun's environment, which make process groups inside. All ranks call it, once each.
 
-    Yields (store of this start, rank, world). timeout: of the store's operations. The rank ends with one line and exit
-    status LOST if a part of this fails or takes longer than `seconds`.
+    Yields (store of this start, rank, world). timeout: of the store's operations. Raises RanksLost if a part of this
+    fails. If a part takes longer than `seconds`, the process ends with the same line and status.
     """
     rank, world = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-    failed = f"error: rank {rank} on {socket.gethostname()} cannot join the other ranks at {f'{host}:{port}'!r}:"
+    failed = f"rank {rank} on {socket.gethostname()} cannot join the other ranks at {f'{host}:{port}'!r}:"
     activity = Activity()
 
     def check() -> None:
         if activity.idle() > seconds:
-            listener.exit_now(f"{failed} {activity.action} ({seconds:.0f} s)", LOST)
+            listener.exit_now(f"error: {failed} {activity.action} ({seconds:.0f} s)", LOST)
 
     try:
         with listener.every_second(check):
@@ -149,8 +149,7 @@ def joined(
             activity.begin(f"the process groups were not made, most likely because another rank has died; {AGAIN}")
             yield dist.PrefixStore(f"start-{start}", whole), rank, world
     except (OSError, RuntimeError, UnicodeError) as error:
-        listener.alarm(f"{failed} {activity.action} ({first_line(error)})")
-        raise SystemExit(LOST) from None
+        raise RanksLost(f"{failed} {activity.action} ({first_line(error)})") from None
 
 
 def connect(signer: Signer) -> SignedStore:

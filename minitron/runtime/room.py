@@ -13,7 +13,7 @@ from minitron.config.sizes import PERSISTENT, StateBytes
 from minitron.runtime.status import RunError
 
 ADVICE = (
-    "use more ranks (parallel.tp, parallel.pp) or a smaller model; tools/plan.py says what each part of a layout takes"
+    "use more ranks (parallel.tp, parallel.pp) or a smaller model; tools/plan.py lists what each part of a layout takes"
 )
 
 

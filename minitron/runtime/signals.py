@@ -9,7 +9,7 @@ may be in C for minutes: in a rendezvous, in a collective. A rank does not learn
 2. Once a second the thread runs the checks of a rendezvous, of a stop and of the watch over hangs. If torchrun started
    the process, it also checks that the parent process is still the same. A process without torchrun may lose its parent
    on purpose (nohup, setsid).
-3. A rank whose main thread cannot end is ended here: a last line, then os._exit, whatever the line does.
+3. The thread ends a rank whose main thread cannot end: a last line, then os._exit, even if the line cannot be written.
 
     imports, data, rendezvous, model    SIGINT and SIGTERM end the process with one line; SIGUSR1 waits for the training
     training                            `stop.Stop` handles all three
@@ -46,7 +46,7 @@ SIGACTION, SA_SIGINFO, SI_ADDR = "P128xiP", 4, 16  # C's struct of 64-bit Linux;
 
 
 class Listener:
-    """Listens from `open` to `close`, or as a context manager. Needs no torch.
+    """Listens from `open` to the end of the process, or as a context manager. Needs no torch.
 
     kept: SIGUSR1 if it came before the training, else 0. torchrun: whether torchrun (or our supervisor) started this
     process, as its `environ` tells. begun: the time when this listener was made.
@@ -100,19 +100,16 @@ class Listener:
         """
         return {number: signal.signal(number, lambda *_: None) for number in self.numbers}
 
-    def close(self) -> None:
+    def __enter__(self) -> Listener:
+        return self.open()
+
+    def __exit__(self, *_) -> None:
         signal.set_wakeup_fd(-1)
         ctypes.CDLL(None).sigaction(signal.SIGBUS, self.before_bus_error, None)
         signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
         for number, handler in self.before.items():
             signal.signal(number, handler or signal.SIG_DFL)  # None: Python cannot put back what a library had set
         self.wire.close()
-
-    def __enter__(self) -> Listener:
-        return self.open()
-
-    def __exit__(self, *_) -> None:
-        self.close()
 
     def exit_now(self, text: str, status: int) -> None:
         """End this process, in any state of its main thread. `text` gives the reason, unless its write hangs."""

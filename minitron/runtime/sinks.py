@@ -25,12 +25,13 @@ import socketserver
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from time import monotonic
 
+from minitron.config.files import errors_as
 from minitron.config.installed import pip_install
 from minitron.config.schema import Config
 from minitron.config.text import to_yaml
@@ -105,38 +106,30 @@ class Board(File):
 
     def __init__(self, cfg: Config):
         wanted = cfg.log.tensorboard
-        folder = Path(f"{cfg.log.dir}/tensorboard" if wanted is True else str(wanted)).expanduser()
-        try:
-            self._open(folder, cfg)
-        except (ImportError, OSError) as error:
-            why = f"needs TensorBoard, which is not installed; {pip_install('tensorboard')}"
-            if isinstance(error, OSError):
-                why = f"cannot be written: {error.strerror}; name another directory"
-            raise ValueError(f"log.tensorboard={wanted} {why}, or set it to false") from None
-
-    def _open(self, folder: Path, cfg: Config) -> None:
-        """Begin the file with the configuration, as a text. Raises ImportError and OSError."""
-        from tensorboard.compat.proto import event_pb2, summary_pb2
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
+        with _installed("tensorboard", f"log.tensorboard={wanted}", "TensorBoard", "false"):
+            from tensorboard.compat.proto import event_pb2, summary_pb2
+            from tensorboard.summary.writer.record_writer import RecordWriter
         self._event, self._summary, self._frame = event_pb2.Event, summary_pb2.Summary, RecordWriter
-        now = datetime.now().timestamp()
-        File.__init__(self, folder / f"events.out.tfevents.{now:010.0f}.{socket.gethostname()}.{os.getpid()}")
-        self.write(self._framed(self._event(wall_time=now, file_version="brain.Event:2")))
+        folder, now = Path(f"{cfg.log.dir}/tensorboard" if wanted is True else str(wanted)), datetime.now().timestamp()
+        file = f"events.out.tfevents.{now:010.0f}.{socket.gethostname()}.{os.getpid()}"
         text = self._summary.Value(tag="config")
         text.tensor.dtype, text.metadata.plugin_data.plugin_name = 7, "text"  # DT_STRING
         text.tensor.string_val.append("\n".join(f"    {line}" for line in to_yaml(cfg).splitlines()).encode())
-        self.write(self._framed(self._event(wall_time=now, summary=self._summary(value=[text]))))
+        fix = "name another directory, or set it to false"
+        line = lambda error: f"log.tensorboard={wanted} cannot be written: {error.strerror}; {fix}"
+        with errors_as(ValueError, line, OSError):
+            super().__init__(folder.expanduser() / file)
+            self._add(wall_time=now, file_version="brain.Event:2")
+            self._add(wall_time=now, summary=self._summary(value=[text]))
 
     def record(self, step: int, scalars: dict[str, float]) -> None:
         """Write a step's scalars. Raises OSError."""
         values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
-        summary = self._summary(value=values)
-        self.write(self._framed(self._event(wall_time=datetime.now().timestamp(), step=step, summary=summary)))
+        self._add(wall_time=datetime.now().timestamp(), step=step, summary=self._summary(value=values))
 
-    def _framed(self, event) -> bytes:
-        self._frame(framed := io.BytesIO()).write(event.SerializeToString())
-        return framed.getvalue()
+    def _add(self, **event: object) -> None:
+        self._frame(framed := io.BytesIO()).write(self._event(**event).SerializeToString())
+        self.write(framed.getvalue())
 
 
 class Wandb:
@@ -144,20 +137,15 @@ class Wandb:
 
     def __init__(self, cfg: Config):
         where, self.path = f"log.wandb={cfg.log.wandb}", "Weights & Biases"
-        try:
+        with _installed("wandb", where, "the package wandb", "null"):
             import wandb
-        except ImportError:
-            fix = f"{pip_install('wandb')}, or set it to null"
-            raise ValueError(f"{where} needs the package wandb, which is not installed; {fix}") from None
         folder = None if cfg.log.dir is None else Path(cfg.log.dir).expanduser()
-        options = {} if folder is None else {"dir": str(folder), "name": folder.name, "id": _run_id(folder)}
         quiet = wandb.Settings(console="off", silent=True, disable_git=True, save_code=False)
-        try:
+        fix = "run `wandb login`, set WANDB_MODE=offline, or log.wandb=null"
+        line = lambda error: f"{where} cannot be begun ({' '.join(str(error).split())}); {fix}"
+        with errors_as(ValueError, line, wandb.Error, OSError):
+            options = {} if folder is None else {"dir": str(folder), "name": folder.name, "id": _run_id(folder)}
             self._run = wandb.init(project=cfg.log.wandb, config=asdict(cfg), resume="allow", settings=quiet, **options)
-        except (wandb.Error, OSError) as error:
-            why = " ".join(str(error).split())
-            fix = "run `wandb login`, set WANDB_MODE=offline, or log.wandb=null"
-            raise ValueError(f"{where} cannot be begun ({why}); {fix}") from None
         self._run.define_metric("*", step_metric="step")
 
     def record(self, step: int, scalars: dict[str, float]) -> None:
@@ -174,21 +162,15 @@ class Prometheus:
 
     def __init__(self, cfg: Config):
         where, self.path = f"log.prometheus={cfg.log.prometheus}", "Prometheus"
-        try:
+        with _installed("prometheus", where, "the package prometheus-client", "null"):
             import prometheus_client
-        except ImportError:
-            fix = f"{pip_install('prometheus')}, or set it to null"
-            raise ValueError(f"{where} needs the package prometheus-client, which is not installed; {fix}") from None
         self._client, self._registry = prometheus_client, prometheus_client.CollectorRegistry()
         self._gauges: dict = {}
         host, _, port = str(cfg.log.prometheus).rpartition(":")
-        try:
-            self._server = _Server(
-                (host.strip("[]"), int(port)), lambda: prometheus_client.generate_latest(self._registry)
-            )
-        except OSError as error:
-            fix = "use another port or an address of this node, or null"
-            raise ValueError(f"{where} cannot be served: {error.strerror}; {fix}") from None
+        page = lambda: prometheus_client.generate_latest(self._registry)
+        fix = "use another port or an address of this node, or null"
+        with errors_as(ValueError, lambda error: f"{where} cannot be served: {error.strerror}; {fix}", OSError):
+            self._server = _Server((host.strip("[]"), int(port)), page)
         self._thread = threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True)
         self._thread.start()
 
@@ -235,6 +217,12 @@ class _Answer(socketserver.BaseRequestHandler):
             kind = "text/plain; version=0.0.4; charset=utf-8"
             head = f"HTTP/1.0 200 OK\r\nContent-Type: {kind}\r\nContent-Length: {len(page)}\r\n\r\n"
             self.request.sendall(head.encode() + page)  # within the time of the last settimeout
+
+
+def _installed(extra: str, where: str, package: str, off: str) -> AbstractContextManager[None]:
+    """Raise a ValueError that gives the command to install a package if an import inside fails. off: a value."""
+    fix = f"{pip_install(extra)}, or set it to {off}"
+    return errors_as(ValueError, lambda _: f"{where} needs {package}, which is not installed; {fix}", ImportError)
 
 
 def _run_id(folder: Path) -> str:

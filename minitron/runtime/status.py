@@ -1,8 +1,12 @@
 """How a process ends: its exit status, which tells a cause from its consequences, and one line that gives the reason.
 
-A user's mistake and a RunError end in `config.cli.user_errors`: one line on stderr, and a status. A rank whose main
-thread cannot end ends in `runtime.signals.Listener.exit_now`, also with one line. Every other error is a mistake of
-ours and ends with a traceback.
+    raised                                 ends in                     with
+    ValueError: a mistake of the user      config.cli.user_errors      one line on stderr, status 1
+    RunError: a run cannot go on           config.cli.user_errors      one line on stderr, its own status
+    a main thread that cannot end          signals.Listener.exit_now   one line on stderr and in the logs, a status
+    any other error: a mistake of ours     Python                      a traceback
+
+`Log` writes each of these lines to errors.log. The supervisor's agent sends them to the supervisor.
 """
 
 from __future__ import annotations
@@ -26,6 +30,12 @@ class RunError(ValueError):
 
     status: int = 1
     quiet: bool | None = None
+
+
+class RanksLost(RunError):
+    """A collective failed, or the ranks could not meet: most likely another rank has died."""
+
+    status, quiet = LOST, False
 
 
 def why_it_ended(error: BaseException) -> str:

@@ -42,6 +42,7 @@ from time import monotonic
 
 from minitron.comm.mesh import Mesh
 from minitron.runtime.log import Iteration, Log
+from minitron.runtime.observer import Observer, StepDone
 from minitron.runtime.rendezvous import SignedStore, Signer, connect
 from minitron.runtime.signals import Listener
 from minitron.runtime.status import RunError
@@ -97,8 +98,8 @@ class StopGate:
         return self._swap(now, new) if earlier else now
 
 
-class Stop:
-    """Handles signals inside of `handling`, and counts skipped updates.
+class Stop(Observer):
+    """Stops a run after a step: handles signals inside of `handling`, and counts skipped updates.
 
     local_signal: the number of the first signal that this rank got. agreed: of the signal for which all ranks stop.
     0: none.
@@ -110,6 +111,10 @@ class Stop:
         self.step_seconds = 0.0
         self.first: dict[signal.Signals, float] = {}  # when each signal came first; `times`: how often
         self.times: Counter[signal.Signals] = Counter()
+
+    def after(self, done: StepDone) -> None:
+        """Come to the gate. The device has finished the last forward of the step."""
+        self.should_stop()
 
     def should_stop(self) -> bool:
         """Tell whether the run stops here. All ranks call it in the same places, and get the same answer."""

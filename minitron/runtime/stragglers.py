@@ -26,19 +26,15 @@ the work of data ranks differs from step to step, so a rank must be slower than 
 
 from __future__ import annotations
 
-import os
 import socket
-import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from minitron.comm.activity import listed
-from minitron.comm.collectives import all_gather_into
+from minitron.comm.collectives import all_gather_into, gather_json
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import TrainConfig
 from minitron.runtime.log import Log
@@ -46,85 +42,28 @@ from minitron.runtime.observer import LateCopy, Observer, StepDone
 
 STEPS = 20  # that are compared together
 SLOW_RATIO = 1.05  # times as long as the others
-LOCATION_BYTES = 64
-
-
-class Stopwatch:
-    """Adds up the nanoseconds between a begin and its end, without those between a pause and its resume.
-
-    add_now(total, sign): adds sign times the time to total, 0-d int64 on a GPU, when the current stream comes to it.
-    None: use the host's clock.
-    """
-
-    def __init__(self, device: torch.device, add_now: Callable[[Tensor, int], None] | None):
-        self.total = torch.zeros((), dtype=torch.int64, device=device)
-        self.add_now, self.on_host, self.one_microbatch = add_now, 0, add_now is not None
-        self.running = self.paused = False
-        self.scheduler = None
-        with suppress(OSError):  # no Linux
-            self.scheduler = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
-        self.stream: torch.cuda.Stream | None = None
-
-    def begin(self) -> None:
-        """Begin an action that is timed."""
-        self.running, self.paused, self.stream = True, False, self._stream()
-        self._add(-1)
-
-    def end(self) -> None:
-        """End it."""
-        self._add(1)
-        self.running = False
-
-    def pause(self) -> None:
-        """Note that this stream now waits for other ranks. Only the stream of `begin` is timed."""
-        if self.running and not self.paused and self._stream() == self.stream:
-            self.paused = True
-            self._add(1)
-
-    def resume(self) -> None:
-        """Note that the wait is over."""
-        if self.paused and self._stream() == self.stream:
-            self.paused = False
-            self._add(-1)
-
-    def read_into(self, reading: Tensor) -> None:
-        """Write the sum to reading, 0-d int64 on the device."""
-        reading.fill_(self.on_host) if self.add_now is None else reading.copy_(self.total)
-
-    def _add(self, sign: int) -> None:
-        if self.add_now is None:
-            self.on_host += sign * (time.perf_counter_ns() - self._delayed())
-        else:
-            self.add_now(self.total, sign)
-
-    def _delayed(self) -> int:
-        """Return the nanoseconds in which Linux delayed this thread, which was ready to run."""
-        return 0 if self.scheduler is None else int(os.pread(self.scheduler, 64, 0).split()[1])
-
-    def _stream(self) -> torch.cuda.Stream | None:
-        return torch.cuda.current_stream(self.total.device.index) if self.total.is_cuda else None
 
 
 class Stragglers(Observer):
     """Compares the times of ranks every cfg.check_speed_every steps; 0: never.
 
     `__init__` and `after` are collective over the world. slow: the ranks that are now slower than others.
+    The stopwatch is that of the mesh's Activity; without one there is no comparison.
     """
 
-    def __init__(self, mesh: Mesh, log: Log, cfg: TrainConfig, add_now: Callable[[Tensor, int], None] | None):
+    def __init__(self, mesh: Mesh, log: Log, cfg: TrainConfig):
         self.mesh, self.log, self.slow = mesh, log, set[int]()
-        self.every = cfg.check_speed_every if mesh.world.size > mesh.pp.size else 0
+        self.stopwatch, self.every = mesh.activity.stopwatch, cfg.check_speed_every
         self.times: deque[np.ndarray] = deque(maxlen=STEPS)  # [world] seconds, of the last steps
         self.waiting: tuple[int, LateCopy] | None = None
-        if self.every:
-            self.stopwatch = mesh.activity.stopwatch = Stopwatch(mesh.device, add_now)
+        if self.stopwatch is not None:
             self.readings = torch.zeros(self.every + 1, dtype=torch.int64, device=mesh.device)
             self.taken, self.places = 0, gather_rank_locations(mesh)
             log.record("places", places=self.places)
 
     def after(self, done: StepDone) -> None:
         """Read the time of a step. Every cfg.check_speed_every steps begin to gather the times."""
-        if not self.every:
+        if self.stopwatch is None:
             return
         self.close()
         self.taken += 1
@@ -194,21 +133,16 @@ def median_of_others(x: np.ndarray) -> np.ndarray:
 def gather_rank_locations(mesh: Mesh) -> list[str]:
     """Return the host and the GPU of every rank. Collective over the world, and waits for the device."""
     gpu = f" GPU {mesh.device.index}" if mesh.device.type == "cuda" else ""
-    text = socket.gethostname().encode(errors="replace")[: LOCATION_BYTES - len(gpu)] + gpu.encode()
-    own = torch.tensor(list(text.ljust(LOCATION_BYTES)), dtype=torch.uint8, device=mesh.device)
-    everyone = own.new_empty(mesh.world.size * LOCATION_BYTES)
-    all_gather_into(everyone, own, mesh.world)
-    return [bytes(place).decode(errors="replace").strip() for place in everyone.view(-1, LOCATION_BYTES).cpu().numpy()]
+    return gather_json(f"{socket.gethostname()}{gpu}", mesh.world, mesh.device)
 
 
 def driver_facts(device: torch.device) -> str:
-    """Describe this GPU, its temperature and clock, as far as the driver knows them; "" on a CPU."""
+    """Describe this GPU, its temperature and clock, if the driver has them; "" on a CPU."""
     if device.type != "cuda":
         return ""
     properties = torch.cuda.get_device_properties(device)
     facts = [f"{properties.name} {getattr(properties, 'uuid', '')}".rstrip()]
-    asked = (torch.cuda.temperature, "{:.0f} C"), (torch.cuda.clock_rate, "{:,.0f} MHz")
-    for ask, form in asked:
-        with suppress(Exception):  # without nvidia-ml-py, or the driver does not know: NVML has its own errors
-            facts.append(form.format(ask(device)))
+    for read, form in (torch.cuda.temperature, "{:.0f} C"), (torch.cuda.clock_rate, "{:,.0f} MHz"):
+        with suppress(Exception):  # nvidia-ml-py is missing, or the driver has no figure: NVML has its own errors
+            facts.append(form.format(read(device)))
     return ", ".join(facts) + "; "

@@ -39,7 +39,7 @@ from minitron.comm.mesh import Mesh
 from minitron.runtime.log import Log
 from minitron.runtime.rendezvous import Signer, connect, first_line
 from minitron.runtime.signals import Listener
-from minitron.runtime.status import HUNG, LOST
+from minitron.runtime.status import HUNG, RanksLost
 
 # Actions that may take long without a fault of another rank. ("start" is not one: ranks meet there.)
 OWN_PACE = frozenset({"data", "datasets", "checkpoint", "load", "profile", "recording"})
@@ -50,7 +50,7 @@ DISK_SECONDS, DISK = 6 * 3600.0, frozenset({"checkpoint", "load", "datasets"})
 
 @contextmanager
 def watched(mesh: Mesh, log: Log, seconds: float, listener: Listener, signer: Signer = Signer()) -> Iterator[None]:
-    """End this rank if it does not move for `seconds` inside, or if a collective fails: one line, exit status LOST."""
+    """End this rank if it does not move for `seconds` inside. Raises RanksLost if a collective fails inside."""
     watch = _Watch(mesh, log, seconds, listener, signer)
     try:
         # The end waits for a report under way: it uses the mesh, whose groups Python destroys when it ends.
@@ -61,13 +61,12 @@ def watched(mesh: Mesh, log: Log, seconds: float, listener: Listener, signer: Si
             raise
         if watch.hangs:
             sleep(watch.grace)  # the report gives the reason; the process ends in this time
-        log.alarm(
-            f"error: {mesh.coordinates()} failed in {mesh.activity}; most likely another rank has died, and the first "
-            f"error says why; start all ranks again. On {socket.gethostname()} it was: {first_line(error)}. "
-            "The traceback is in this rank's log",
-            traceback.format_exc(),
-        )
-        raise SystemExit(LOST) from None
+        log.current_traceback()
+        raise RanksLost(
+            f"{mesh.coordinates()} failed in {mesh.activity}; most likely another rank has died, and the first error "
+            f"says why; start all ranks again. On {socket.gethostname()} it was: {first_line(error)}. The traceback is "
+            "in this rank's log"
+        ) from error
 
 
 class _Watch:
@@ -94,8 +93,8 @@ class _Watch:
             return []
         torch.cuda.set_device(self.mesh.device)  # for this thread, or it would open the first GPU
         try:
-            progress = self.mesh.activity.progress
-            return [f"  device: {progress.unfinished()}"] * (progress is not None) + unfinished_nccl()
+            assert self.mesh.activity.progress is not None, "a GPU's Activity has it"
+            return [f"  device: {self.mesh.activity.progress.unfinished()}", *unfinished_nccl()]
         except RuntimeError as error:  # a device that has failed returns that error from every call
             return [f"  device: {first_line(error)}"]
 

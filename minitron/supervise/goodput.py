@@ -30,7 +30,7 @@ from statistics import median
 from typing import NamedTuple
 
 from minitron.config.save_interval import duration
-from minitron.runtime.metrics import rows
+from minitron.supervise.metrics import rows
 
 PARTS = ("training", "start", "load", "lost", "saves", "evaluation", "waiting", "other")
 FIRST_STEPS = 11  # of a start, in which kernels are compiled and steps are recorded (pipeline/replay.py)

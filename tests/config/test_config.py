@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 from minitron.config import cli, rules, schema
 from minitron.config.schema import Config, ModelConfig, OptimizerConfig, PrecisionConfig, RopeScaling
+from minitron.data.indexed import DataError
+from minitron.runtime.status import RunError
 
 PACKAGE = Path(cli.__file__).parents[1]
 
@@ -236,6 +238,15 @@ def test_mistakes_are_one_line_and_status_1():
         done = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent)
         assert done.returncode == 1 and done.stdout == ""
         assert done.stderr.startswith("error: ") and message in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind, lines", [(ValueError, 0), (RunError, 1)])
+def test_a_mistake_that_all_ranks_find_is_one_line_of_all_together(monkeypatch, capsys, kind, lines):
+    """A damaged file, for example: all ranks find it at the start, and one of them during the run."""
+    monkeypatch.setattr(cli, "QUIET_SECONDS", 0.0)
+    with pytest.raises(SystemExit), cli.user_errors(kind, quiet=True):
+        raise DataError("damaged")
+    assert capsys.readouterr().err.count("damaged") == lines
 
 
 # ---- values arrive as typed ---------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fault_run import Run
-from minitron.runtime.stragglers import Stopwatch
+from minitron.comm.activity import Stopwatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -2,7 +2,6 @@
 
 import signal
 from functools import partial
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -27,6 +26,7 @@ from minitron.optim.replicas import ReplicasDiffer, checksum
 from minitron.optim.slices import ProcessGroupSlices
 from minitron.planner.dryrun.dryrun import Recorder, recorded
 from minitron.runtime.log import Log
+from minitron.runtime.observer import Observer
 from minitron.runtime.startup import Startup
 from minitron.train import Trainer, build, train
 
@@ -96,20 +96,22 @@ def train_here(cfg, spoil, stop_at):
             spoil(trainer)
         return stats
 
-    stop = SimpleNamespace(on_figures=lambda it: None, agreed=0, report=lambda *_: None)
+    class StopAt(Observer):
+        agreed = 0
 
-    def should_stop():
-        stop.agreed = signal.SIGTERM if mesh.activity.step == stop_at else 0
-        return stop.agreed > 0
+        def after(self, done):
+            self.agreed = signal.SIGTERM if done.step == stop_at else 0
 
-    stop.should_stop = should_stop
+        def report(self, *_): ...
+
+    stop = StopAt()
     data = MockDataset(cfg.model.vocab_size, t.seq_len, t.global_batch_size * t.steps, t.seed, document_length=10.0)
     with (
         Log(cfg, mesh.rank, mesh.world.size) as log,
         mock.patch.object(Trainer, "step", step_and_spoil if spoil else step),
     ):
         try:
-            train(trainer, Datasets(data, None, None, {}), log, stop, start, Startup({}, 0.0))
+            train(trainer, Datasets(data, None, None, {}), log, stop, start, Startup({}, log, 0.0, 1.0))
         except ReplicasDiffer as error:
             said = str(error)
     params = [(p.spec.shard is None, p.spec.tied) for chunk in trainer.chunks for p in chunk.parameters()]

@@ -134,12 +134,10 @@ BAD_ROUNDS = [
 @pytest.mark.parametrize("text", BAD_ROUNDS, ids=lambda text: text[:9])
 def test_a_round_that_no_supervisor_wrote_is_named(text):
     with pytest.raises(ValueError, match="MINITRON_ROUND=.*unset it"):
-        Startup({"MINITRON_ROUND": text}, 0.0)
+        Startup({"MINITRON_ROUND": text}, None, 0.0, 1.0)
 
 
 def test_a_rank_without_a_supervisor_and_of_one_begins():
-    assert Startup({}, 0.0).parts.keys() == {"start_seconds", "import_seconds"}
-    assert (
-        Startup({"MINITRON_ROUND": '{"round": 2, "gather_seconds": 1.5, "at": 9.0}'}, 0.0).parts["gather_seconds"]
-        == 1.5
-    )
+    assert Startup({}, None, 0.0, 1.0).parts.keys() == {"start_seconds", "import_seconds"}
+    round_ = {"MINITRON_ROUND": '{"round": 2, "gather_seconds": 1.5, "at": 9.0}'}
+    assert Startup(round_, None, 0.0, 1.0).parts["gather_seconds"] == 1.5

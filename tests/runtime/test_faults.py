@@ -72,7 +72,7 @@ def test_a_hang_is_reported_with_rank_coordinates_action_and_collective(tmp_path
 def test_the_device_s_place_is_the_first_action_it_has_not_finished():
     words, device = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
     activity = Activity()
-    activity.progress = Progress(words, device)
+    activity.progress = Progress(words, device)  # as on a GPU
     assert activity.progress.unfinished() == "through with all actions"
     for step in (6, 7):
         activity.begin_step(step)

@@ -26,6 +26,7 @@ from minitron.runtime.log import Log
 from minitron.runtime.log_formats import Iteration, Line
 from minitron.runtime.sinks import File
 from minitron.runtime.startup import Startup
+from minitron.runtime.status import LOST, RanksLost, RunError
 
 # A line of a 175B run on 96 nodes of 4 A100 (JUWELS Booster), as it was published.
 PUBLISHED = (
@@ -455,6 +456,15 @@ def test_warnings_and_errors_of_all_ranks_are_in_one_file(tmp_path, capsys, recw
     assert [str(w.message) for w in recwarn] == ["deprecated"] * 2 and said.out.count("the save failed") == 1
 
 
+def test_an_error_of_one_rank_is_in_its_log_too(tmp_path, capsys):
+    cfg = cli.load([f"log.dir={tmp_path}"])
+    with pytest.raises(SystemExit, match=str(LOST)), Log(cfg, 1, 2), cli.user_errors(RunError, quiet=True):
+        raise RanksLost("no answer")
+    assert capsys.readouterr().err == "error: no answer\n"
+    for name in "rank-1.log", "errors.log":
+        assert (tmp_path / name).read_text().count("rank 1: error: no answer\n") == 1
+
+
 def test_a_file_of_errors_that_cannot_be_written_ends_nothing(tmp_path, capsys):
     (tmp_path / "errors.log").mkdir()
     with Log(cli.load([f"log.dir={tmp_path}"]), 0, 1) as log:
@@ -603,11 +613,11 @@ def test_a_log_that_fails_at_any_operation_costs_records(tmp_path, capsys):
     def run(folder: Path, number: int = 0, first: int = 0, times: int = 1) -> FailingDisk:
         with FailingDisk(folder, number, first, times) as disk:
             with suppress(SystemExit), Log(cli.load([f"log.dir={folder}", "log.every=1"]), 0, 1) as log:
-                startup = Startup({}, 0.0)
+                startup = Startup({}, log, 0.0, 1.0)
                 log.record("places", places=["host"])
                 for step in 1, 2:
                     log.iteration(it := replace(STEP, step=step))
-                    startup.on_figures(log, it)
+                    startup.on_figures(it)
                     log.record("save", step=step, seconds=0.5, local=False)
                 log.evaluation(2, 1.5)
                 log.warn("a save failed")

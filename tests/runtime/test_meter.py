@@ -35,7 +35,7 @@ def step_of_a_rank(**shape):
     """What each of 4 ranks, of which 2 read the same samples, logs of a step."""
     mesh, logged = Mesh.create(**shape), []
     log, received = SimpleNamespace(iteration=logged.append), []
-    meter = Meter(log, mesh, lambda: (0, 0), list, received.append)
+    meter = Meter(log, mesh, lambda: (0, 0), list, [SimpleNamespace(on_figures=received.append)])
     squares, padding = [(4**2 + 12**2, 0), (7**2 + 3**2, 6)][mesh.dp.rank]
     batch = SimpleNamespace(documents=(), squared_lengths=squares, padding=padding)
     meter.after(StepDone(5, 10, 0.25, [batch], torch.tensor([3.0, 2.0, 0.0, 1.0, 8.0], dtype=torch.float64)))

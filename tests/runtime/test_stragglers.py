@@ -15,15 +15,17 @@ import pytest
 import torch
 
 from fault_run import Run
-from layouts import LLAMA, config, dataset_of, mesh_of
+from layouts import LLAMA, config, dataset_of
+from minitron.comm.activity import Activity, Stopwatch
 from minitron.comm.collectives import exchange
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import TrainConfig
 from minitron.data.loader import Loader
 from minitron.pipeline import executor
 from minitron.pipeline.schedule import Backward, BackwardWeight, Forward
+from minitron.planner.dryrun.dryrun import recorded
 from minitron.runtime import stragglers
-from minitron.runtime.stragglers import STEPS, Stopwatch, Stragglers, median_of_others, slower
+from minitron.runtime.stragglers import STEPS, Stragglers, median_of_others, slower
 from minitron.train import build
 from replay import replayed
 
@@ -105,8 +107,7 @@ def waits_of_a_rank():
     """What each of 2 ranks times of messages and a sum for which rank 0 comes late, in seconds."""
     from minitron.comm.collectives import all_reduce_
 
-    mesh = Mesh.create(tp=2)
-    watch = mesh.activity.stopwatch = Stopwatch(CPU, None)
+    mesh = Mesh.create(tp=2, stopwatch=(watch := Stopwatch(CPU, None)))
     all_reduce_(torch.ones(1), mesh.tp)  # so that both begin together
     watch.begin()
     if mesh.rank == 0:
@@ -148,8 +149,8 @@ def test_time_in_which_other_programs_run_is_not_own_time():
 def test_evaluations_are_not_own_time():
     """A rank that evaluates more would be named as slow."""
     cfg = config(LLAMA, {"model": {"num_layers": 2}, "train": {"global_batch_size": 2}})
-    trainer = build(cfg, mesh_of(cfg))
-    watch = trainer.mesh.activity.stopwatch = Stopwatch(CPU, lambda total, sign: total.add_(1))
+    watch = Stopwatch(CPU, lambda total, sign: total.add_(1))
+    trainer = build(cfg, recorded(Mesh.offline(), Activity(stopwatch=watch)))
     loader = Loader(dataset_of(cfg), cfg, trainer.mesh)
     batches, counts = loader.step(0, 0), []
     for work in trainer.evaluate, lambda _: trainer.step(batches, 1e-3), trainer.evaluate, trainer.evaluate:
@@ -170,9 +171,9 @@ def replayed_steps(slow_rank: int) -> tuple[list, set[int]]:
     takes 10 % longer.
     """
     cfg = config(LLAMA, {"model": {"num_layers": 2}, "train": {"steps": 30, "global_batch_size": 8}})
-    trainer, alarms = build(cfg, mesh_of(cfg)), []
-    trainer = replayed(trainer)
     clock, delay = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
+    stopwatch = Stopwatch(CPU, lambda total, sign: total.add_(clock, alpha=sign))
+    trainer, alarms = replayed(build(cfg, Mesh.create(stopwatch=stopwatch))), []
     forward, backward = executor.Pass.forward, executor.Pass.backward
 
     def timed_forward(run, op):
@@ -184,7 +185,7 @@ def replayed_steps(slow_rank: int) -> tuple[list, set[int]]:
         return backward(run, op)
 
     log = SimpleNamespace(record=lambda *_, **__: None, alarm=alarms.append)
-    compared = Stragglers(trainer.mesh, log, cfg.train, lambda total, sign: total.add_(clock, alpha=sign))
+    compared = Stragglers(trainer.mesh, log, cfg.train)
     loader = Loader(dataset_of(cfg), cfg, trainer.mesh)
     executor.Pass.forward, executor.Pass.backward = timed_forward, timed_backward
     try:
@@ -263,9 +264,9 @@ def cost_of_comparing() -> tuple[float, float]:
     sizes = {"num_layers": 2, "hidden_size": 256, "ffn_hidden_size": 704, "num_heads": 4, "num_kv_heads": 4}
     steps = {"seq_len": 256, "global_batch_size": 4, "micro_batch_size": 1}
     cfg = config(LLAMA, {"model": sizes | {"max_positions": 256}, "train": steps, "parallel": {"tp": 2}})
-    trainer = build(cfg, mesh_of(cfg))
+    trainer = build(cfg, Mesh.create(tp=2, stopwatch=Stopwatch(CPU, None)))
     log = SimpleNamespace(record=lambda *_, **__: None, alarm=print, info=print)
-    compared, loader = Stragglers(trainer.mesh, log, cfg.train, None), Loader(dataset_of(cfg), cfg, trainer.mesh)
+    compared, loader = Stragglers(trainer.mesh, log, cfg.train), Loader(dataset_of(cfg), cfg, trainer.mesh)
     batches, watch, asked = loader.step(0, 1), compared.stopwatch, []
     loader.close()
 
@@ -293,8 +294,7 @@ def test_the_comparison_costs_under_half_a_percent_of_a_step(ranks):
 def test_a_rank_that_recovers_is_said_once():
     said = SimpleNamespace(alarms=[], infos=[])
     log = SimpleNamespace(alarm=said.alarms.append, info=said.infos.append)
-    compared = Stragglers(Mesh.offline(), log, TrainConfig(), None)
-    assert compared.every == 0  # of one rank
+    compared = Stragglers(Mesh.offline(), log, TrainConfig())  # of one rank
     compared.after(SimpleNamespace(step=1))
     compared.places, compared.mesh = ["another host", "a host"], Mesh.offline(2, 1)
     times = own_times(2)

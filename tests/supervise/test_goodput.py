@@ -10,8 +10,8 @@ from kill_run import MODEL
 from minitron.config import files
 from minitron.config.save_interval import best_interval
 from minitron.planner.failures import predict
-from minitron.runtime.metrics import rows
 from minitron.supervise.goodput import FIRST_STEPS, PARTS, measure, of_run
+from minitron.supervise.metrics import rows
 
 
 def run_row(first_step, started, load, now):
