@@ -185,17 +185,25 @@ class Supervisor:
             self.leader.seen = {}
 
     def follow(self, round_: dict) -> int | None:
-        """Start or kill the ranks as the round has it; return this node's status if the run is over for it."""
+        """Do what the round requires of this node; return its status if the run is over for it.
+
+        round                           ranks run here                  no ranks run here
+        run, with this node             go on; kill those of another    start them
+        run without it                  kill them                       wait; LEFT if it is unfit or leaves
+        stop                            kill them                       check the node; LEFT if it is unfit or leaves
+        end                             kill them                       the status of the run
+        """
         members = [(node["node"], node["life"]) for node in round_["nodes"]]
         mine, beat = (self.args.node, self.heartbeat["life"]), self.heartbeat
-        wanted, begun = round_["state"] == "run" and mine in members, beat["state"] in ("running", "failed")
+        wanted = round_["state"] == "run" and mine in members
         new = wanted and round_["key"] != beat["round"]  # two leaders at once can write one number twice
-        if new and not begun:
+        if beat["state"] in ("running", "failed"):
+            if new or not wanted:
+                self.ending = self.ending or monotonic()
+                self.agent.signal(signal.SIGKILL)
+            return None
+        if new:
             self.start(round_, members.index(mine))
-        elif begun and (new or not wanted):
-            self.ending = self.ending or monotonic()
-            self.agent.signal(signal.SIGKILL)
-        if self.ending or round_["state"] != "end" and beat["state"] in ("running", "failed"):
             return None
         if round_["state"] == "end":
             return round_["status"]
