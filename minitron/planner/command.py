@@ -33,7 +33,7 @@ from minitron.config.schema import Config, changed
 from minitron.planner import cost, pictures
 from minitron.planner.failures import SOURCES, Failures, failures
 from minitron.planner.fit import changes, memory_options, nearest_fit, written
-from minitron.planner.machine import DEVICES, SOFTWARE, Machine, read_machines
+from minitron.planner.machine import DEVICES, SOFTWARE, Machine, choose_machine
 from minitron.planner.pictures import MEANINGS
 from minitron.planner.plan import Plan, available_gib, plan
 from minitron.planner.search import Found, search
@@ -42,7 +42,7 @@ from minitron.planner.work import HIDDEN
 
 def main(argv: list[str]) -> None:
     o = parse(argv)
-    machine = chosen(o)
+    machine = choose_machine(o.device, o.fabric, o.software, o.devices)
     if o.sweep:
         rows = list(sweep(o, machine))
         print(json.dumps(rows) if o.json else sweep_table(rows, o.tokens))
@@ -104,22 +104,12 @@ def _values(text: str) -> tuple[str, list[str]]:
     return key, values.split(",")
 
 
-def chosen(o: argparse.Namespace) -> Machine:
-    devices, fabrics = read_machines(o.devices)
-    if o.device not in devices:
-        raise ValueError(f"--device {o.device} is not in {o.devices}; use {', '.join(devices)}")
-    name = o.fabric or devices[o.device].fabric
-    if name not in fabrics:
-        raise ValueError(f"fabric {name} is not in {o.devices}; use --fabric {', '.join(fabrics)}")
-    return Machine(devices[o.device], fabrics[name], SOFTWARE[o.software])
-
-
 # ---- one plan --------------------------------------------------------------------------------------------------------
 
 
 def record(job: Plan, tokens: float) -> dict:
     """Return what --json prints: seconds and GiB of a rank; the layout as keys of the configuration."""
-    p, t = job.cfg.parallel, job.cfg.train
+    p, t, dp = job.cfg.parallel, job.cfg.train, job.cfg.dp(job.world)
     return {
         "step_seconds": job.step_seconds,
         "mfu_percent": job.mfu_percent,
@@ -133,16 +123,9 @@ def record(job: Plan, tokens: float) -> dict:
         "world": job.world,
         "gpu": job.machine.device.gpu,
         "software": job.machine.software.name,
-        "layout": {
-            "tp": p.tp,
-            "pp": p.pp,
-            "vp": p.vp,
-            "cp": p.cp,
-            "dp": job.cfg.dp(job.world),
-            "micro_batch_size": t.micro_batch_size,
-            "recompute": t.recompute,
-        },
-        "microbatches": job.cfg.num_microbatches(job.cfg.dp(job.world)),
+        "layout": {key: getattr(p, key) for key in ("tp", "pp", "vp", "cp")}
+        | {"dp": dp, "micro_batch_size": t.micro_batch_size, "recompute": t.recompute},
+        "microbatches": job.cfg.num_microbatches(dp),
         "seconds": {part: job.seconds[part] for part in (*MEANINGS, *HIDDEN)},
         "memory": {part: size / 2**30 for part, size in job.memory.items()},
         "fullest_pipeline_rank": job.fullest,
@@ -150,15 +133,15 @@ def record(job: Plan, tokens: float) -> dict:
 
 
 def layout(cfg: Config, world: int) -> str:
-    p, t = cfg.parallel, cfg.train
+    p, dp = cfg.parallel, cfg.dp(world)
     kind = "" if p.schedule == "1f1b" else f", {p.schedule}"
     style = f" {p.cp_style}" if p.cp > 1 and p.cp_style != "ring" else ""
     whole = ", no sequence parallel" if p.tp > 1 and not p.sequence_parallel else ""
     runs = [(count, len(list(same))) for count, same in groupby(p.layers_per_stage or ())]
     counts = ", ".join(f"{many} x {count}" if many > 1 else str(count) for count, many in runs)
     return (
-        f"tp {p.tp}, pp {p.pp}{kind}, vp {p.vp}, cp {p.cp}{style}, dp {cfg.dp(world)}, "
-        f"{cfg.num_microbatches(cfg.dp(world))} microbatches of {t.micro_batch_size}, recompute {t.recompute}{whole}"
+        f"tp {p.tp}, pp {p.pp}{kind}, vp {p.vp}, cp {p.cp}{style}, dp {dp}, {cfg.num_microbatches(dp)} microbatches "
+        f"of {cfg.train.micro_batch_size}, recompute {cfg.train.recompute}{whole}"
         f"{f', layers {counts}' if counts else ''}"
     )
 
@@ -254,7 +237,7 @@ def failure_record(job: Plan, o: argparse.Namespace) -> dict:
     if hard is None:
         return {}
     days, hours = cost.cost(job, o.tokens, hard.goodput())
-    found = {
+    figures = {
         "mtbf_seconds": hard.mtbf,
         "recovery_seconds": hard.recovery,
         "save_cost_seconds": hard.cost,
@@ -265,7 +248,7 @@ def failure_record(job: Plan, o: argparse.Namespace) -> dict:
         "days": days if days < math.inf else None,
         "gpu_hours": hours if days < math.inf else None,
     }
-    return {"failures": found}
+    return {"failures": figures}
 
 
 def failure_report(job: Plan, o: argparse.Namespace) -> list[str]:

@@ -22,6 +22,7 @@ from pathlib import Path
 from string import ascii_lowercase
 
 from minitron.config.command import Parser
+from minitron.config.files import errors_as
 from minitron.pipeline.schedule import (
     Backward,
     BackwardInput,
@@ -62,10 +63,9 @@ def main(argv: list[str]) -> None:
     timeline = simulate(schedule, args.forward, args.backward, args.transfer, args.weight, check(schedule))
     text = draw_text(timeline)
     if args.svg is not None:
-        try:
+        unwritable = f"--svg {args.svg} cannot be written"
+        with errors_as(ValueError, lambda error: f"{unwritable} ({error}); name another file", OSError):
             args.svg.write_text(draw_svg(timeline), encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"--svg {args.svg} cannot be written ({error}); name another file") from error
     print(describe(timeline))
     print(text)
     peaks = ", ".join(map(str, peak_activations(schedule)))

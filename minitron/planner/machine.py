@@ -137,7 +137,6 @@ class Machine:
 
     device: Device
     fabric: Fabric
-
     software: Software = SOFTWARE["minitron"]
 
     TILE = 128  # rows and columns of the output that one multiprocessor makes at a time, at least
@@ -218,3 +217,14 @@ class Machine:
     def slowest(self, world: int) -> float:
         """Return the share by which the slowest of `world` GPUs is expected to be slower than they are on average."""
         return self.device.spread * NormalDist().inv_cdf((world - 0.375) / (world + 0.25)) if world > 1 else 0.0
+
+
+def choose_machine(device: str, fabric: str | None = None, software: str = "minitron", path: Path = DEVICES) -> Machine:
+    """Return a device of the table in `path`, in a fabric of it (None: its usual one). Raises ValueError."""
+    devices, fabrics = read_machines(path)
+    if device not in devices:
+        raise ValueError(f"--device {device} is not in {path}; use {', '.join(devices)}")
+    name = fabric or devices[device].fabric
+    if name not in fabrics:
+        raise ValueError(f"fabric {name} is not in {path}; use --fabric {', '.join(fabrics)}")
+    return Machine(devices[device], fabrics[name], SOFTWARE[software])

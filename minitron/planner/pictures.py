@@ -13,11 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from minitron.config import rules
+from minitron.config.files import errors_as
 from minitron.config.schema import changed
 from minitron.planner import cost, style
 from minitron.planner.draw import draw_svg
 from minitron.planner.machine import read_machines
-from minitron.planner.plan import Plan, Step, available_gib, plan
+from minitron.planner.plan import Plan, available_gib, plan
 from minitron.planner.published import configuration, published_steps
 from minitron.planner.style import BLUE, GOLD, GREEN, GREY, ORANGE, PURPLE, RED, tint
 
@@ -59,15 +60,14 @@ COLORS = {
 }
 
 
-def draw(
-    job: Plan, folder: Path, tokens: float, goodput: Callable[[Plan], float] = cost.without_failures
-) -> Iterator[Path]:
+def draw(job: Plan, folder: Path, tokens: float, goodput: Callable[[Plan], float]) -> Iterator[Path]:
     """Write the pictures and yield their paths.
 
     tokens: of the training whose cost is drawn. goodput: the share of its time that is steps. Raises ValueError without
     matplotlib or a folder to write into.
     """
-    try:
+    unwritable = f"--draw {folder} cannot be written"
+    with errors_as(ValueError, lambda error: f"{unwritable} ({error}); name another folder", OSError):
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "timeline.svg"
         path.write_text(draw_svg(job.timeline, bubble(job)), encoding="utf-8")
@@ -82,8 +82,6 @@ def draw(
             path = folder / f"{name}.png"
             style.save(picture, path)
             yield path
-    except OSError as error:
-        raise ValueError(f"--draw {folder} cannot be written ({error}); name another folder") from None
 
 
 def bubble(job: Plan) -> str:
@@ -96,12 +94,11 @@ def memory_curve(job: Plan, rank: int) -> list[tuple[float, float]]:
     """Return a line's corners, (seconds, GiB) of a pipeline rank: persistent memory and activations. These grow with
     every block of a forward and shrink in the backward.
     """
-    sizes = Step(job.cfg, job.world, job.machine).memory
-    parts = sizes.bytes_by_part(rank)
+    parts = job.sizes.bytes_by_part(rank)
     lasting = parts.total() - parts["activations"] - parts["working"]
     events, curve = [event for event in job.timeline.events if event.rank == rank], [(0.0, lasting / 2**30)]
     actions = (event.action for event in events)
-    for event, (_, before, after) in zip(events, sizes.activations(rank, actions)):
+    for event, (_, before, after) in zip(events, job.sizes.activations(rank, actions)):
         curve += [(event.start, (lasting + before) / 2**30), (event.end, (lasting + after) / 2**30)]
     return curve
 
@@ -144,7 +141,7 @@ def published(job: Plan) -> list[tuple[int, float]]:
 @style.styled
 def memory(job: Plan):
     """Draw bars of every pipeline rank's peak by part, and its memory during a step."""
-    pp, sizes = job.cfg.parallel.pp, Step(job.cfg, job.world, job.machine).memory
+    pp, sizes = job.cfg.parallel.pp, job.sizes
     ranks = [sizes.bytes_by_part(rank) for rank in range(pp)]
     names = [f"rank {rank}" for rank in range(pp)]
     figure, (bars, lines) = style.new(3.2 + 0.2 * pp, 2, height_ratios=(0.6 + 0.2 * pp, 2.2))

@@ -24,7 +24,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import accumulate, product
 from math import inf
 from operator import itemgetter
@@ -36,7 +36,6 @@ from minitron.config.sizes import fp8_layers, stage_layers
 from minitron.planner.machine import Machine
 from minitron.planner.memory import Memory
 from minitron.planner.plan import Plan, Step, available_gib, no_room_for_graphs, plan
-from minitron.planner.simulate import Timeline
 from minitron.planner.work import StageTime, total
 
 RECOMPUTE = ("none", "selective", "full")
@@ -231,14 +230,6 @@ def families(cfg: Config, world: int, machine: Machine) -> Iterator[Config]:
                 yield changed(cfg, parallel=parallel | stages, train=train)
 
 
-def layouts(cfg: Config, world: int, machine: Machine) -> Iterator[Config]:
-    """List all layouts that a search can reach, the given one first, without recomputation."""
-    given = _whole(cfg)
-    yield given
-    for family in families(cfg, world, machine):
-        yield from (member for member in Family(family, world, machine).pipelines() if member != listed(given))
-
-
 def listed(cfg: Config) -> Config:
     """The configuration as `Family.pipelines` lists it: None for stages that are the default's."""
     p = cfg.parallel
@@ -253,24 +244,6 @@ def _divisors(number: int, most: int) -> list[int]:
 def _whole(cfg: Config) -> Config:
     """Return the layout without its recomputation."""
     return changed(cfg, train=dict(recompute="none"))
-
-
-class Quick(Step):
-    """A step of which only the whole time is wanted: what messages between stages add counts as a bubble."""
-
-    def timeline(self, transfer_seconds: float) -> Timeline:
-        return self.with_messages
-
-    def exposed_at_least(self) -> float:
-        """Bound what gradients and parameters add to the step: as if the schedule left them all the time they need."""
-        if self.memory.shards == 1:
-            return 0.0
-        chunks = dict.fromkeys(range(self.cfg.parallel.vp), [inf, 0.0, 0.0])
-        return max(self._data_rank(rank, chunks, inf)[0] for rank in range(self.cfg.parallel.pp))
-
-    @cached_property
-    def with_messages(self) -> Timeline:
-        return super().timeline(self.transfer_seconds)
 
 
 class _Search:
@@ -329,15 +302,15 @@ class _Search:
         most = self.fastest[self.count - 1].seconds
         return max(most, SLOWER * self.fastest[0].seconds) if self.smaller else most
 
-    def useful(self, candidate: Candidate) -> bool:
-        """Return whether a layout of at least so many seconds and GiB may be shown."""
+    def useful(self, candidate: Candidate, gib: float) -> bool:
+        """Return whether a layout of at least its seconds and so many GiB may be shown."""
         seconds, fastest = candidate.seconds, self.fastest
         if not candidate.extra and (len(fastest) < self.count or seconds < fastest[self.count - 1].seconds):
             return True
         if not self.smaller or fastest and seconds > SLOWER * fastest[0].seconds:
             return False
         faster = (one.gib for one in self.timed if one.seconds <= seconds * NEAR)
-        return candidate.gib < LESS * min(faster, default=inf)
+        return gib < LESS * min(faster, default=inf)
 
     def push(self, candidate: Candidate) -> None:
         self.numbers += 1
@@ -381,10 +354,10 @@ class _Search:
     def evaluate(self, candidate: Candidate) -> None:
         """Refine the bound of a layout: first its memory, then the whole plan."""
         if candidate.gib is not None:
-            if self.useful(candidate):
+            if self.useful(candidate, candidate.gib):
                 cfg = changed(candidate.cfg, train=dict(cuda_graph="off")) if candidate.stays_eager else candidate.cfg
-                step = Quick(cfg, self.world, self.machine)
-                candidate.seconds = total(step.seconds(step.timeline(step.transfer_seconds)))
+                step = Step(cfg, self.world, self.machine)
+                candidate.seconds = step.whole_seconds(step.timeline(step.transfer_seconds))
                 for some in (self.timed,) if candidate.extra else (self.timed, self.fastest):
                     insort(some, candidate)
             else:
@@ -392,7 +365,7 @@ class _Search:
             return
         reason = self.check_memory(candidate)
         if not reason:
-            step = Quick(candidate.cfg, self.world, self.machine)
+            step = Step(candidate.cfg, self.world, self.machine)
             before = max(candidate.seconds + step.update_seconds(step.slowest), step.at_least())
             self.push(replace(candidate, seconds=before + step.exposed_at_least()))
         t = candidate.cfg.train
@@ -425,12 +398,10 @@ class _Search:
             (lambda: sum(memory.lasting()), TOO_LARGE),
             (lambda: memory.peak()[1].total(), TOO_MUCH),
         ):
-            candidate.gib = measure() / 2**30
-            if candidate.gib > available_gib(self.machine):
-                candidate.gib = None
+            gib = measure() / 2**30
+            if gib > available_gib(self.machine):
                 return reason
-            if not self.useful(candidate):
-                candidate.gib = None
+            if not self.useful(candidate, gib):
                 return NOT_SMALLER if reason == TOO_LARGE else TOO_SLOW
-        candidate.stays_eager = no_room_for_graphs(memory, self.machine)
+        candidate.gib, candidate.stays_eager = gib, no_room_for_graphs(memory, self.machine)
         return ""
