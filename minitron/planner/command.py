@@ -32,7 +32,7 @@ from minitron.config.command import Parser, positive
 from minitron.config.schema import Config, changed
 from minitron.planner import cost, pictures
 from minitron.planner.failures import SOURCES, Failures, failures
-from minitron.planner.fit import changes, memory_options, nearest_fit, written
+from minitron.planner.fit import changes, memory_options, nearest_fit, reached, written
 from minitron.planner.machine import DEVICES, SOFTWARE, Machine, choose_machine
 from minitron.planner.pictures import MEANINGS
 from minitron.planner.plan import Plan, available_gib, plan
@@ -172,11 +172,9 @@ def table(job: Plan, o: argparse.Namespace) -> str:
     for part, meaning in MEANINGS.items():
         hidden = job.seconds[part.replace("_exposed", "_hidden")] if part.endswith("_exposed") else 0.0
         beside = f"   and {hidden:.3f} s hidden" if hidden > 5e-4 else ""
-        if job.seconds[part] > 5e-4 * seconds or beside:
-            lines.append(
-                f"  {part:12} {job.seconds[part]:8.3f} s   {100 * job.seconds[part] / seconds:5.1f} %   "
-                f"{meaning}{beside}"
-            )
+        took = job.seconds[part]
+        if took > 5e-4 * seconds or beside:
+            lines.append(f"  {part:12} {took:8.3f} s   {100 * took / seconds:5.1f} %   {meaning}{beside}")
     if job.seconds["host"] > 0.01 * seconds:
         lines += ["", f"bound by the host, which launches kernels too slowly: {host_remedy(job)}"]
     if not job.fits or job.stays_eager:
@@ -200,18 +198,10 @@ def memory_keys(job: Plan) -> list[str]:
     lines = [f"{'GiB':>8} {'saved':>7} {'step s':>9} {'cost':>8}   with"] if found else ["no key saves memory"]
     for keys, other in found:
         slower = f"{100 * (other.step_seconds / job.step_seconds - 1):+.1f} %"
-        lines.append(
-            f"{other.memory_gib:8.2f} {job.memory_gib - other.memory_gib:7.2f} {other.step_seconds:9.3f} {slower:>8}   "
-            f"{' '.join(keys)}{reached(job, other)}"
-        )
+        figures = f"{other.memory_gib:8.2f} {job.memory_gib - other.memory_gib:7.2f} {other.step_seconds:9.3f}"
+        gained = (": recorded" if job.fits else ": fits") if reached(job, other) else ""
+        lines.append(f"{figures} {slower:>8}   {' '.join(keys)}{gained}")
     return lines
-
-
-def reached(job: Plan, option: Plan) -> str:
-    """Return what the option reaches and the job does not: that it fits, or that its steps are recorded."""
-    if job.fits:
-        return "" if option.stays_eager else ": recorded"
-    return ": fits" if option.fits else ""
 
 
 # ---- with failures ---------------------------------------------------------------------------------------------------
@@ -265,10 +255,9 @@ def failure_report(job: Plan, o: argparse.Namespace) -> list[str]:
         f"checkpoint.mtbf_hours={o.mtbf_hours:g}, which measures",
     ]
     if isinstance(every, int) and every:
-        share = hard.goodput(every * job.step_seconds)
-        lines.append(
-            f"  as configured {every * job.step_seconds:8.1f} s   checkpoint.every={every}: {100 * share:.2f} %"
-        )
+        seconds = every * job.step_seconds
+        share = 100 * hard.goodput(seconds)
+        lines.append(f"  as configured {seconds:8.1f} s   checkpoint.every={every}: {share:.2f} %")
     for name, key, given in (
         ("recovery", "recovery", o.recovery_seconds),
         ("a save costs", "cost", o.save_cost_seconds),
@@ -328,11 +317,9 @@ def ranking(found: Found, job: Plan, given: Config) -> str:
         keys = " ".join(written(changes(given, less.cfg))) or "as given"
         lines.append(f"with {less.memory_gib:.1f} GiB, {slower:.1f} % slower: {keys}")
     if found.others:
-        cfg, seconds = found.others[0]
-        lines.append(
-            f"{len(found.others)} other layouts fit; the next one takes {seconds:.3f} s or more: "
-            f"{layout(cfg, job.world)}"
-        )
+        (cfg, seconds), count = found.others[0], len(found.others)
+        next_one = f"the next one takes {seconds:.3f} s or more: {layout(cfg, job.world)}"
+        lines.append(f"{count} other layouts fit; {next_one}")
     lines += [f"{count:6} layouts: {reason}" for reason, count in found.reasons.most_common()]
     return "\n".join(lines)
 

@@ -62,10 +62,9 @@ def cost_line(job: Plan, tokens: float, goodput: float) -> str:
     text = f"cost   {hours:,.0f} GPU-hours{' with failures' if goodput < 1 else ''}"
     if (off := error_range(job.machine.device.gpu)) is None or days == inf:
         return text
-    between = (
-        f"{hours * off.low:,.0f} to {hours * off.high:,.0f}, or {days * off.low:,.1f} to {days * off.high:,.1f} days"
-    )
-    return f"{text}; {between}, as far as {off.rows} runs of calibration.md were off"
+    low, high, rows = off
+    between = f"{hours * low:,.0f} to {hours * high:,.0f}, or {days * low:,.1f} to {days * high:,.1f} days"
+    return f"{text}; {between}, as far as {rows} runs of calibration.md were off"
 
 
 @style.styled

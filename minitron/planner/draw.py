@@ -23,16 +23,7 @@ from string import ascii_lowercase
 
 from minitron.config.command import Parser
 from minitron.config.files import errors_as
-from minitron.pipeline.schedule import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Exchange,
-    Forward,
-    Operation,
-    Schedule,
-    make,
-)
+from minitron.pipeline.schedule import Backward, BackwardInput, BackwardWeight, Forward, Operation, Schedule, make
 from minitron.planner import style
 from minitron.planner.check import check
 from minitron.planner.simulate import Timeline, simulate
@@ -77,8 +68,8 @@ def main(argv: list[str]) -> None:
 
 def peak_activations(schedule: Schedule) -> tuple[int, ...]:
     """Count for each rank the most chunk activations alive at once: forwards minus whole backwards."""
-    change = {Forward: 1, Backward: -1, BackwardInput: 0, BackwardWeight: -1, Exchange: 0}
-    return tuple(max(accumulate(change[type(action)] for action in actions)) for actions in schedule.ranks)
+    change = {Forward: 1, Backward: -1, BackwardWeight: -1}
+    return tuple(max(accumulate(change.get(type(action), 0) for action in actions)) for actions in schedule.ranks)
 
 
 def describe(timeline: Timeline) -> str:
@@ -148,11 +139,10 @@ def windows(timeline: Timeline) -> list[tuple[str, float, float]]:
         return [("whole step", 0.0, end)]
     if end <= 2 * span:
         return [("first half", 0.0, end / 2), ("second half", end / 2, end)]
-    forwards = [event.end for event in timeline.events if event.rank == 0 and type(event.action) is Forward]
-    backwards = [
-        event.start for event in timeline.events if event.rank == s.pp - 1 and type(event.action) is not Forward
-    ]
-    middle = (min(backwards, default=0.0) + max(forwards)) / 2
+    first, last = ([event for event in timeline.events if event.rank == rank] for rank in (0, s.pp - 1))
+    end_of_forwards = max(event.end for event in first if type(event.action) is Forward)
+    begin_of_backwards = min((event.start for event in last if type(event.action) is not Forward), default=0.0)
+    middle = (begin_of_backwards + end_of_forwards) / 2
     start = min(max(middle - span / 2, span), end - span)
     return [("warm-up", 0.0, span), ("steady", start, start + span)]
 
@@ -188,10 +178,8 @@ def draw_svg(timeline: Timeline, bubble: str | None = None) -> str:
         for event in timeline.events:
             left, right = max(event.start, start), min(event.end, end)
             if left < right:
-                y = top + event.rank * (ROW + GAP)
-                parts.append(
-                    _box(event, timeline.schedule.vp, LEFT + (left - start) * scale, y, (right - left) * scale)
-                )
+                x, y = LEFT + (left - start) * scale, top + event.rank * (ROW + GAP)
+                parts.append(_box(event, timeline.schedule.vp, x, y, (right - left) * scale))
         parts += _axis(start, end, scale, top + pp * (ROW + GAP))
     return "\n".join([*parts, "</svg>", ""])
 
@@ -202,10 +190,8 @@ def _colour(kind: type[Operation], chunk: int, vp: int) -> str:
 
 def _box(event: Event, vp: int, x: float, y: float, width: float) -> str:
     op, kind = event.action, type(event.action)
-    tooltip = (
-        f"rank {event.rank}: {NAMES[kind]} of microbatch {op.mb} through chunk {op.chunk}, "
-        f"{event.start:g} to {event.end:g} s"
-    )
+    what = f"{NAMES[kind]} of microbatch {op.mb} through chunk {op.chunk}"
+    tooltip = f"rank {event.rank}: {what}, {event.start:g} to {event.end:g} s"
     text = ""
     if width >= DIGIT * len(str(op.mb)):
         text = f'<text x="{x + width / 2:.2f}" y="{y + ROW / 2 + 2.5}" text-anchor="middle">{op.mb}</text>'

@@ -24,6 +24,7 @@ from minitron.planner.style import BLUE, GOLD, GREEN, GREY, ORANGE, PURPLE, RED,
 
 MOST_GPUS = 4096
 SAME = 1e-3  # of a step: parts whose seconds differ by less are the same in all plans
+NOTHING = 1e-6  # seconds: a part that is a difference of sums may be nothing but rounding
 NARROW = 0.07  # of the longest bar: a narrower part has its value beside the bar
 MEANINGS = {
     "gemm": "matrix products",
@@ -183,24 +184,17 @@ def memory(job: Plan):
 def time_bars(plans: list[Plan]):
     """Draw bars of the parts of a step that differ between the plans, or of all parts of one plan, with seconds."""
     first = plans[0]
-    parts = [
-        part
-        for part in MEANINGS
-        if max(p.seconds[part] for p in plans) > 1e-6  # a difference of sums may be nothing but rounding
-    ]
+    parts = [part for part in MEANINGS if max(p.seconds[part] for p in plans) > NOTHING]
     same = [part for part in parts if len(plans) > 1 and spread(plans, part) < SAME * first.step_seconds]
     parts = [part for part in parts if part not in same]
     longest = max(sum(p.seconds[part] for part in parts) for p in plans) or SAME
     unit, scale = ("ms", 1e3) if longest < 1 else ("s", 1)
     values = {part: [scale * p.seconds[part] for p in plans] for part in parts}
-    beside = [
-        [
-            f"{MEANINGS[part]} {value[row]:.3g}"
-            for part, value in values.items()
-            if value[row] < NARROW * scale * longest
-        ]
-        for row in range(len(plans))
-    ]
+    narrow, beside = NARROW * scale * longest, [[] for _ in plans]
+    for part, widths in values.items():
+        for texts, width in zip(beside, widths):
+            if width < narrow:
+                texts.append(f"{MEANINGS[part]} {width:.3g}")
     lines = 1 + max(map(len, beside))
     figure, axes = style.new(1.3 + max(0.36, 0.13 * lines) * len(plans))
     left = [0.0] * len(plans)
@@ -208,7 +202,7 @@ def time_bars(plans: list[Plan]):
         axes.barh(range(len(plans)), widths, 0.7, left, color=COLORS[part], label=MEANINGS[part])
         ink = "white" if COLORS[part] in (BLUE, ORANGE, RED, GREEN) else style.INK
         for row, width in enumerate(widths):
-            if width >= NARROW * scale * longest:
+            if width >= narrow:
                 middle = left[row] + width / 2
                 axes.text(middle, row, f"{width:.3g}", color=ink, ha="center", va="center", fontsize=style.SMALL)
         left = [x + width for x, width in zip(left, widths)]
@@ -245,17 +239,11 @@ def curves(proportional: list[Plan], fixed: list[Plan], points: list[tuple[int, 
         (fixed, ORANGE, "planned, batch as given", -12),
     ):
         axes.plot([p.world for p in plans], [p.tokens_per_second for p in plans], "o-", ms=4, color=color, label=label)
+        place = {"xytext": (0, above), "textcoords": "offset points", "ha": "right" if above > 0 else "left"}
         for p in plans:
             if p.mfu_percent is not None and (plans is proportional or p is not plans[0]):  # both start as one plan
-                axes.annotate(
-                    f"{p.mfu_percent:.1f} %",
-                    (p.world, p.tokens_per_second),
-                    xytext=(0, above),
-                    fontsize=style.SMALL,
-                    ha="right" if above > 0 else "left",
-                    textcoords="offset points",
-                    color=color,
-                )
+                at = p.world, p.tokens_per_second
+                axes.annotate(f"{p.mfu_percent:.1f} %", at, fontsize=style.SMALL, color=color, **place)
     if points:
         axes.plot(*zip(*points), "D", ms=6, mfc="none", mec=RED, mew=1.2, ls="", label="published by others")
     axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="tokens/s")

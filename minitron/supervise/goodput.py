@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -85,10 +86,9 @@ class Attempt:
 
 def of_run(path: Path, last: dict) -> Goodput | None:
     """Measure a run from its metrics.jsonl and the row `last`, which is not written yet; None if the disk fails."""
-    try:
+    with suppress(OSError, ValueError):  # the disk has failed, or the file is not of a run
         return measure(chain(rows(path), [last]))
-    except (OSError, ValueError):  # the disk has failed, or the file is not of a run
-        return None
+    return None
 
 
 def measure(rows: Iterable[dict]) -> Goodput | None:

@@ -1,7 +1,7 @@
 """The leader of a run: which nodes take part in the next round, what ended the last one, and when the run ends.
 
 A round is one start of all ranks. The leading node keeps its state in the files of supervisor.py alone, so another
-node can take over between any two of them.
+node can take over after any write.
 
     none --enough nodes--> run --a rank failed, a node is lost--> stop --no ranks are left--> run ... --> end
 
@@ -9,7 +9,7 @@ node can take over between any two of them.
     none    a node got a signal to stop                                     end    REQUEUE
             enough nodes have come, and all spares or SPARES_SECONDS        run
             too few have come after --gather-seconds                        end    REQUEUE
-    run     all ranks ended with 0; or a node leaves that nobody replaces   end    0
+    run     all ranks ended with 0; or a node leaves and none replaces it   end    0
             all ranks ended with 0, since a node leaves                     stop
             a rank or an agent failed, a node is lost                       stop
     stop    a node got a signal to stop                                     end    REQUEUE
@@ -115,7 +115,7 @@ class Leader:
             return None
         now = monotonic()
         if now - self.looked > self.args.dead_seconds / 2:  # this node or the disk was suspended
-            self.seen = {node: (known, now) for node, (known, _) in self.seen.items()}
+            self.seen = {}
         self.looked = now
         known, since = self.seen.get(node, (None, now))
         if beat != known:
@@ -227,7 +227,7 @@ class Leader:
         return self.next(known, usable)
 
     def verdict(self, status: int | None, failures: list) -> str:
-        """Say why the run is not started again; empty if it is.
+        """Return why the run is not started again; empty if it is.
 
         If the first start fails by itself, the cause is a user error. A step that has failed three times will fail
         again. If two runs save in one checkpoint.dir, only the later one goes on, or each would take it back for ever.

@@ -60,8 +60,8 @@ from minitron.supervise.lead import HEARTBEAT, IDLE, STUCK, Leader, write_json_a
 POLL_SECONDS = 0.1
 PORTS = 100
 LEFT = 128 + signal.SIGTERM
-# Ranks that survive SIGKILL this long hang in a driver. Their node leaves the run. A rank with 30 GB of locked
-# memory takes three seconds to end. A supervisor that waits so long for a disk or a device counts as dead, too.
+# Ranks that survive SIGKILL this long hang in a driver, and their node leaves the run. Ranks with much locked memory
+# need some seconds to end. A supervisor that waits so long for a disk or a device counts as dead, too.
 KILL_SECONDS = 120.0
 
 
@@ -116,7 +116,7 @@ class Supervisor:
                     self.path.unlink(missing_ok=True)
 
     def listen(self, numbers: Sequence[signal.Signals]) -> None:
-        """Pass signals to the ranks, from a thread of its own: the main thread may wait for a disk.
+        """Pass signals to the ranks. This runs in a thread, because the main thread may wait for a disk.
 
         A scheduler sends a signal to every process, so a rank gets it twice. A rank ignores a second one only within
         some seconds; a later one ends it during its last save (runtime/stop.py). So a second Ctrl+C kills the ranks

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def planned():
     argv = ["llama3_8b", "train.global_batch_size=32", "--world", "8", "--device", "h200"]
     options = command.parse(argv)
-    return command.plan(command.cli.load(options.config), options.world, choose_machine(options.device))
+    return command.plan(command.cli.load(options.config), options.world, choose_machine(options.device, None))
 
 
 def figures():

@@ -99,7 +99,7 @@ class Recorder(Activity):
 
 
 def dry_run(cfg: Config, world: int, rank: int = 0, begun: Callable[[object], None] = lambda action: None) -> Report:
-    """Run one step of `rank` in a default process group of its own. Raises what the run would raise.
+    """Run one step of `rank` in a new default process group. Raises what the run would raise.
 
     begun(action): called when an action begins.
     """
@@ -306,11 +306,9 @@ def choose_ranks(names: str, pp: int, world: int, fullest: int = 0) -> list[int]
 
     fullest: the pipeline rank that is planned to need most memory. Raises ValueError.
     """
-    places = {"first": 0, "middle": pp // 2, "last": pp - 1, "fullest": fullest}
-    stage = world // pp
-    places = {name: rank * stage for name, rank in places.items()} | {"last": world - 1 if pp > 1 else 0}
-    if fullest == pp - 1:
-        places["fullest"] = places["last"]
+    stage, last = world // pp, world - 1 if pp > 1 else 0
+    fullest_rank = last if fullest == pp - 1 else fullest * stage
+    places = {"first": 0, "middle": pp // 2 * stage, "last": last, "fullest": fullest_rank}
     ranks = [places.get(name, int(name) if name.isdecimal() else -1) for name in names.split(",")]
     if not all(0 <= rank < world for rank in ranks):
         fix = f"use first, middle, last, fullest or numbers from 0 to {world - 1}, with commas"
