@@ -139,11 +139,9 @@ def layout(cfg: Config, world: int) -> str:
     whole = ", no sequence parallel" if p.tp > 1 and not p.sequence_parallel else ""
     runs = [(count, len(list(same))) for count, same in groupby(p.layers_per_stage or ())]
     counts = ", ".join(f"{many} x {count}" if many > 1 else str(count) for count, many in runs)
-    return (
-        f"tp {p.tp}, pp {p.pp}{kind}, vp {p.vp}, cp {p.cp}{style}, dp {dp}, {cfg.num_microbatches(dp)} microbatches "
-        f"of {cfg.train.micro_batch_size}, recompute {cfg.train.recompute}{whole}"
-        f"{f', layers {counts}' if counts else ''}"
-    )
+    axes = f"tp {p.tp}, pp {p.pp}{kind}, vp {p.vp}, cp {p.cp}{style}, dp {dp}"
+    batch = f"{cfg.num_microbatches(dp)} microbatches of {cfg.train.micro_batch_size}, recompute {cfg.train.recompute}"
+    return f"{axes}, {batch}{whole}{f', layers {counts}' if counts else ''}"
 
 
 def mfu(job: Plan) -> str:

@@ -101,10 +101,8 @@ def draw_text(timeline: Timeline) -> str:
     shortest = min(event.end - event.start for event in timeline.events)
     wide = label * timeline.makespan / shortest if shortest else inf  # 0: too short beside a long transfer
     if not wide <= MAX_COLUMNS:  # a NaN is not: seconds without end less seconds without end
-        raise ValueError(
-            f"the drawing would have {wide:.6g} columns, the limit is {MAX_COLUMNS}; use fewer microbatches, or times "
-            f"that differ less"
-        )
+        fix = "use fewer microbatches, or times that differ less"
+        raise ValueError(f"the drawing would have {wide:.6g} columns, the limit is {MAX_COLUMNS}; {fix}")
 
     def column(seconds: float) -> int:
         return floor(label * seconds / shortest + 0.5)

@@ -184,12 +184,14 @@ def memory(job: Plan):
 def time_bars(plans: list[Plan]):
     """Draw bars of the parts of a step that differ between the plans, or of all parts of one plan, with seconds."""
     first = plans[0]
-    parts = [part for part in MEANINGS if max(p.seconds[part] for p in plans) > NOTHING]
-    same = [part for part in parts if len(plans) > 1 and spread(plans, part) < SAME * first.step_seconds]
+    seconds = {part: [p.seconds[part] for p in plans] for part in MEANINGS}
+    parts = [part for part in MEANINGS if max(seconds[part]) > NOTHING]
+    spread = {part: max(seconds[part]) - min(seconds[part]) for part in parts}
+    same = [part for part in parts if len(plans) > 1 and spread[part] < SAME * first.step_seconds]
     parts = [part for part in parts if part not in same]
     longest = max(sum(p.seconds[part] for part in parts) for p in plans) or SAME
     unit, scale = ("ms", 1e3) if longest < 1 else ("s", 1)
-    values = {part: [scale * p.seconds[part] for p in plans] for part in parts}
+    values = {part: [scale * x for x in seconds[part]] for part in parts}
     narrow, beside = NARROW * scale * longest, [[] for _ in plans]
     for part, widths in values.items():
         for texts, width in zip(beside, widths):
@@ -219,11 +221,6 @@ def time_bars(plans: list[Plan]):
         axes.set_xlabel(f"{unit} beside {common:.3f} s that all have: {words}", wrap=True)
     figure.legend(loc="outside lower center", ncols=3)
     return figure
-
-
-def spread(plans: list[Plan], part: str) -> float:
-    seconds = [p.seconds[part] for p in plans]
-    return max(seconds) - min(seconds)
 
 
 @style.styled

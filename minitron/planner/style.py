@@ -75,9 +75,8 @@ def styled(draw: Callable) -> Callable:
             import matplotlib.figure  # noqa: F401, here to say in one line what is missing
             import matplotlib.style
         except ImportError:
-            raise NoMatplotlib(
-                f"no picture was drawn: matplotlib is not installed; {pip_install('plot')}, or do without"
-            ) from None
+            fix = f"{pip_install('plot')}, or do without"
+            raise NoMatplotlib(f"no picture was drawn: matplotlib is not installed; {fix}") from None
         with matplotlib.style.context(["default", STYLE]):
             return draw(*args, **kwargs)
 

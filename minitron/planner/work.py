@@ -90,6 +90,9 @@ class StageTime:
         self.cfg, self.machine, self.model = cfg, machine, m
         self.frozen, self.adapters = cfg.finetune.kind == "lora", sizes.adapters(cfg)
         self.grad_bytes = GRAD_BYTES[cfg.optimizer.grad_dtype]
+        # Local widths: the MLP's and with its gate, the attention's output, and q, k, v side by side.
+        self.f, self.nd = m.ffn_hidden_size // p.tp, m.num_heads * m.head_dim // p.tp
+        self.inner, self.w = self.f * (2 if m.family == "llama" else 1), self.nd + 2 * m.kv_heads * m.head_dim // p.tp
         self.tokens = t.seq_len * t.micro_batch_size // p.cp
         self.slice = sizes.stream_length(cfg) * t.micro_batch_size  # rows between the products
         self.in_pieces = machine.inside(p.tp, 1) and sizes.in_pieces(p.tp, p.sequence_parallel, p.overlap_tp)
@@ -121,8 +124,6 @@ class StageTime:
 
     def _block(self, fp8: bool, apart: bool = False) -> tuple[SecondsByPart, SecondsByPart]:
         m, p = self.model, self.cfg.parallel
-        h, f, nd = m.hidden_size, m.ffn_hidden_size // p.tp, m.num_heads * m.head_dim // p.tp
-        w, inner = nd + 2 * m.kv_heads * m.head_dim // p.tp, f * (2 if m.family == "llama" else 1)
         forward, backward = SecondsByPart(), SecondsByPart()
         for layer, (k, n) in sizes.linear_sizes(m).items():
             n, k, message = (n // p.tp, k, "gather") if layer in COLUMN_PARALLEL else (n, k // p.tp, "scatter")
@@ -136,7 +137,7 @@ class StageTime:
                 backward["put_off"] += self.machine.moved(x + y)
         attend = self._attention(forward, backward)
         nodes = self._nodes(fp8)
-        for whole, moved, share in zip((forward, backward), self._passes(fp8, nd, w, f, inner), SHARES):
+        for whole, moved, share in zip((forward, backward), self._passes(fp8), SHARES):
             whole["pointwise"] += self.machine.moved(moved) + self.machine.device.gap_seconds * nodes * share
         recompute = self.cfg.train.recompute
         if recompute == "full":
@@ -144,8 +145,8 @@ class StageTime:
         elif recompute == "selective" and not self.fused:  # as Megatron: attention's core
             backward["attention"] += attend
         elif recompute == "selective":  # norms and the activation once more, where a product's input is needed again
-            norm = 2 * self.slice * h
-            remade = {"attention.qkv": norm, "mlp.up": norm, "mlp.down": self.tokens * (inner + f)}
+            norm = 2 * self.slice * m.hidden_size
+            remade = {"attention.qkv": norm, "mlp.up": norm, "mlp.down": self.tokens * (self.inner + self.f)}
             for layer, size in remade.items():
                 if not self.frozen or layer in self.adapters:
                     backward["pointwise"] += self.machine.moved(size * ITEM)
@@ -246,7 +247,7 @@ class StageTime:
         """Add attention and its messages; return the seconds of its forward."""
         m, p, t = self.model, self.cfg.parallel, self.cfg.train
         keys = document_tokens(self.cfg)
-        share = m.num_heads * m.head_dim // p.tp
+        share, kv = self.nd, self.w - self.nd
         pairs = t.micro_batch_size * t.seq_len * keys / 2 / p.cp
         ring = p.cp > 1 and p.cp_style != "ulysses"
         length = keys / p.cp if ring else keys  # of a kernel's call
@@ -258,7 +259,7 @@ class StageTime:
         length *= PACKED_KEYS if packed else 1
         attend, back = (self.machine.attention(x * one_way, length, m.head_dim, flash=flash) for x in (1, 2.5))
         if m.attention == "reference":
-            attend, back = self._unfused(share)
+            attend, back = self._unfused()
         elif m.attention == "fused" and not packed or m.attention_dropout and self.fused:
             attend, back = (x * FUSED_ATTENTION for x in (attend, back))
         elif m.attention_dropout:
@@ -267,7 +268,6 @@ class StageTime:
         backward["attention"] += back
         if p.cp == 1:
             return attend
-        kv = 2 * m.kv_heads * m.head_dim // p.tp
         if p.cp_style == "ulysses":
             moved = self.machine.collective(self.tokens * (2 * share + kv) * ITEM, p.cp, p.tp)
             forward["cp_exposed"] += moved
@@ -283,7 +283,7 @@ class StageTime:
         backward["cp_exposed"] += sums  # the last hop brings the gradients home
         return attend
 
-    def _unfused(self, share: int) -> tuple[float, float]:
+    def _unfused(self) -> tuple[float, float]:
         """Time attention that writes every score, (forward, backward): products of whole matrices, and passes.
 
         `reference` keeps scores in float32: a mask, a softmax and what they read and write; Megatron's unfused
@@ -299,9 +299,9 @@ class StageTime:
         forward, backward = (self.machine.moved((a + b) * scores) for a, b in zip(passes, dropped))
         return 2 * product + forward, 2 * UNFUSED_ATTENTION_BACK * product + backward
 
-    def _passes(self, fp8: bool, nd: int, w: int, f: int, inner: int) -> tuple[float, float]:
+    def _passes(self, fp8: bool) -> tuple[float, float]:
         """Count the bytes of the forward and of the backward; kernels/fused.py lists what each kernel moves."""
-        m, p = self.model, self.cfg.parallel
+        m, p, nd, w, f, inner = self.model, self.cfg.parallel, self.nd, self.w, self.f, self.inner
         h, llama, t, rows = m.hidden_size, m.family == "llama", self.tokens, self.slice
         forward = backward = 2 * 4 * h * ITEM * rows
         if m.positions == "rope":
@@ -314,7 +314,7 @@ class StageTime:
         if m.hidden_dropout:
             forward, backward = forward + 2 * 5 * h * ITEM * rows, backward + 2 * 2 * h * ITEM * rows
         if not self.fused:
-            more = self._unfused_passes(fp8, nd, w, f, inner)
+            more = self._unfused_passes(fp8)
             forward, backward = forward + more[0], backward + more[1]
         if self.in_pieces:  # a scatter ends in a sum of tp pieces
             forward, backward = (x + 2 * h * ITEM * (t + rows) for x in (forward, backward))
@@ -332,7 +332,7 @@ class StageTime:
             forward, backward = forward + cast * f * t, backward + cast * inner * t
         return forward, backward
 
-    def _unfused_passes(self, fp8: bool, nd: int, w: int, f: int, inner: int) -> tuple[float, float]:
+    def _unfused_passes(self, fp8: bool) -> tuple[float, float]:
         """Count the bytes that Transformer Engine's and Megatron's kernels move beyond those of kernels/fused.py.
 
         Residual sums are not part of norms: a sum reads 2 and writes 1, a norm reads 1 and writes 1, backward 3 and 3.
@@ -342,9 +342,9 @@ class StageTime:
         h, t, rows = self.model.hidden_size, self.tokens, self.slice
         forward, backward = 2 * h * ITEM * rows, 4 * h * ITEM * rows
         if self.model.positions == "rope":
-            backward += 2 * (w - (w - nd) // 2) * ITEM * t
+            backward += 2 * (self.w - (self.w - self.nd) // 2) * ITEM * t
         if fp8 and self.model.family == "llama":
-            forward, backward = forward + 2 * f * ITEM * t, backward + 2 * inner * ITEM * t
+            forward, backward = forward + 2 * self.f * ITEM * t, backward + 2 * self.inner * ITEM * t
         for layer, adapter in self.adapters.items():
             x, y = (rows, t / self.cfg.parallel.tp) if layer in COLUMN_PARALLEL else (t / self.cfg.parallel.tp, rows)
             extra = 2 * x * adapter.inputs + 3 * y * adapter.outputs

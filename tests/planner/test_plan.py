@@ -190,10 +190,7 @@ def test_a_job_that_does_not_fit_is_one_line_and_status_1():
             ["--world", "8", "--device", "v100"],
             "--device v100 is not in .*devices.json; use h200, h100, a100, a100-40gb",
         ),
-        (
-            ["--world", "8", "--device", "h100", "--fabric", "x"],
-            "fabric x is not in .*; use --fabric ndr400, a3-mega, ",
-        ),
+        (["--world", "8", "--device", "h100", "--fabric", "x"], "--fabric x is not in .*; use ndr400, a3-mega, "),
         (["--world", "8", "--device", "h100", "--tokens", "inf"], "--tokens: inf is no positive number"),
         (["--world", "many", "--device", "h100"], "argument --world: many is no whole number of 1 or more"),
         (["--world", "8", "--device", "h100", "--tokens", "many"], "--tokens: many is no positive number"),

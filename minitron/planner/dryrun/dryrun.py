@@ -267,8 +267,7 @@ def command(cfg: Config, options: argparse.Namespace) -> None:
     rules.check(cfg, world)
     fullest, _ = Memory(cfg, world, gpus_per_node=1).peak()
     ranks = choose_ranks(options.ranks, pp, world, fullest)
-    for warning in doubts(cfg, world):
-        print(f"warning: {warning}", file=sys.stderr)
+    warn_of_bubble(cfg, world)
     reports = [
         dry_run(cfg, world, rank, Progress(f"rank {rank}, {i} of {len(ranks)}")) for i, rank in enumerate(ranks, 1)
     ]
@@ -292,13 +291,14 @@ class Progress:
             print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def doubts(cfg: Config, world: int) -> Iterator[str]:
-    """Yield a warning where the batch is hardly that of a job of so many GPUs: most of its step would be a bubble."""
+def warn_of_bubble(cfg: Config, world: int) -> None:
+    """Print a warning if the batch is hardly that of a job of so many GPUs: most of its step would be a bubble."""
     batch, pp, dp = cfg.train.global_batch_size, cfg.parallel.pp, cfg.dp(world)
     if (count := cfg.num_microbatches(dp)) < pp:
         why = f"gives each of {dp} data ranks {count} microbatches for a pipeline of parallel.pp={pp}"
         fix = f"give the job's own, as in train.global_batch_size={2 * world}, two samples a GPU"
-        yield f"train.global_batch_size={batch} {why}, so it is hardly the batch of a job of {world} GPUs; {fix}"
+        hardly = f"so it is hardly the batch of a job of {world} GPUs"
+        print(f"warning: train.global_batch_size={batch} {why}, {hardly}; {fix}", file=sys.stderr)
 
 
 def choose_ranks(names: str, pp: int, world: int, fullest: int = 0) -> list[int]:
