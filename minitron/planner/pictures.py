@@ -26,32 +26,22 @@ MOST_GPUS = 4096
 SAME = 1e-3  # of a step: parts whose seconds differ by less are the same in all plans
 NOTHING = 1e-6  # seconds: a part that is a difference of sums may be nothing but rounding
 NARROW = 0.07  # of the longest bar: a narrower part has its value beside the bar
-MEANINGS = {
-    "gemm": "matrix products",
-    "attention": "attention",
-    "pointwise": "norms, activations, casts, gaps",
-    "host": "waiting for the host",
-    "tp_exposed": "tensor parallel",
-    "cp_exposed": "context parallel",
-    "pp_exposed": "between stages",
-    "dp_exposed": "gradients and parameters",
-    "bubble": "waiting for other stages",
-    "stragglers": "waiting for the slowest GPU",
-    "optimizer": "optimizer",
+SECONDS = {  # parts of a step, in the order of tables and bars: their meanings and colours
+    "gemm": ("matrix products", BLUE),
+    "attention": ("attention", tint(BLUE, 0.7)),
+    "pointwise": ("norms, activations, casts, gaps", tint(BLUE, 0.45)),
+    "host": ("waiting for the host", PURPLE),
+    "tp_exposed": ("tensor parallel", ORANGE),
+    "cp_exposed": ("context parallel", tint(ORANGE, 0.7)),
+    "pp_exposed": ("between stages", tint(ORANGE, 0.45)),
+    "dp_exposed": ("gradients and parameters", RED),
+    "bubble": ("waiting for other stages", tint(GREY, 0.6)),
+    "stragglers": ("waiting for the slowest GPU", GREY),
+    "optimizer": ("optimizer", GREEN),
 }
-COLORS = {
-    "gemm": BLUE,
-    "attention": tint(BLUE, 0.7),
-    "pointwise": tint(BLUE, 0.45),
-    "tp_exposed": ORANGE,
-    "cp_exposed": tint(ORANGE, 0.7),
-    "pp_exposed": tint(ORANGE, 0.45),
-    "dp_exposed": RED,
-    "bubble": tint(GREY, 0.6),
-    "stragglers": GREY,
-    "host": PURPLE,
-    "optimizer": GREEN,
-    # bytes
+MEANINGS = {part: meaning for part, (meaning, _) in SECONDS.items()}
+# Of these, and of bytes by part; the optimizer has one colour in both.
+COLORS = {part: color for part, (_, color) in SECONDS.items()} | {
     "parameters": BLUE,
     "gradients": tint(BLUE, 0.6),
     "fp8 weights": tint(BLUE, 0.3),

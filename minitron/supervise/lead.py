@@ -58,6 +58,7 @@ TAIL_BYTES = 16 << 20  # of metrics.jsonl that hold the last step: rows with a n
 # A heartbeat and a round before the first start. supervisor.py describes their fields.
 IDLE = {"round": "", "state": "idle", "ended": {}, "said": {}, "leaving": "", "stopping": False}
 IDLE |= {"time": 0.0, "looked": "", "unfit": "", "poor": ""}
+GONE = IDLE | {"state": "lost"}  # stands for the heartbeat of a node that is dead
 START = {"number": 0, "key": "", "state": "none", "nodes": [], "parts": {}, "failures": [], "excluded": [], "left": ""}
 START |= {"stopped": 0.0, "status": 0}
 # The forms of the files, see `matches`. A file of another form is skipped.
@@ -180,8 +181,8 @@ class Leader:
 
     def train(self, round_: dict, alive: dict, usable: list) -> dict | None:
         members = [self.member(round_, node, alive) for node in round_["nodes"]]
-        states = {beat["state"] if beat is not None else "lost" for beat in members}
-        statuses = {status for beat in members if beat is not None for status in beat["ended"].values()}
+        states = {beat["state"] for beat in members}
+        statuses = {status for beat in members for status in beat["ended"].values()}
         if states == {"done"}:
             left = "; ".join(f"{beat['host']} {beat['leaving']}" for beat in members if beat["leaving"])
             go_on = len(usable) >= self.args.nodes or self.args.rejoin_seconds
@@ -196,7 +197,7 @@ class Leader:
 
     def restart(self, round_: dict, alive: dict, usable: list) -> dict | None:
         members = [self.member(round_, node, alive) for node in round_["nodes"]]
-        busy = any(beat is not None and beat["state"] in ("running", "failed") for beat in members)
+        busy = any(beat["state"] in ("running", "failed") for beat in members)
         if busy or any(beat["looked"] != round_["key"] for beat in usable):
             return None
         status, host, cause = (0, None, round_["left"]) if round_["left"] else self.cause(round_, members)
@@ -218,7 +219,7 @@ class Leader:
                 leaves = any(beat["leaving"] or beat["unfit"] for beat in alive.values()) and not round_["left"]
                 return known | {"left": cause} if leaves else None  # a node that leaves may go
             pairs = zip(round_["nodes"], members)
-            lost = [node["host"] for node, beat in pairs if beat is None or beat["leaving"].startswith(STUCK)]
+            lost = [node["host"] for node, beat in pairs if beat is GONE or beat["leaving"].startswith(STUCK)]
             known["excluded"] = list(dict.fromkeys([*known["excluded"], *lost]))
             return self.end(known, REQUEUE, f"{cause}; {len(usable)} nodes are left of {self.args.nodes}")
         if status != 0 and self.waited(round_, "backoff") < self.args.backoff_seconds * (repeated(failures) - 1):
@@ -242,11 +243,11 @@ class Leader:
         return f"the run has failed {same} times after step {failures[-1][0] or 0}" if same >= SAME_STEP else ""
 
     @staticmethod
-    def member(round_: dict, node: dict, alive: dict) -> dict | None:
-        """Return the heartbeat of a round's node; None if the node is dead or its supervisor was started again."""
+    def member(round_: dict, node: dict, alive: dict) -> dict:
+        """Return the heartbeat of a round's node; GONE if the node is dead or its supervisor was started again."""
         beat = alive.get(node["node"])
         if beat is None or beat["life"] != node["life"]:
-            return None
+            return GONE
         begun = beat["round"] == round_["key"]
         return beat if begun else beat | {"state": "idle", "ended": {}, "said": {}}
 
@@ -255,7 +256,7 @@ class Leader:
         found, standing, ranks = [], [], self.args.ranks
         for i, (node, beat) in enumerate(zip(round_["nodes"], members)):
             host = node["host"]
-            if beat is None:
+            if beat is GONE:
                 found.append((1, None, host, f"node {node['node']} ({host}) is lost"))
                 continue
             if beat["leaving"] and BROKEN not in beat["ended"].values():
