@@ -55,7 +55,7 @@ from minitron.optim.zero1 import Stats
 from minitron.pipeline import replay as recorded_steps
 from minitron.pipeline.schedule import TICKS, Forward, Operation
 from minitron.planner.dryrun.dryrun import choose_ranks, fake_world, recorded
-from minitron.planner.machine import DEVICES, Machine, read_machines
+from minitron.planner.machine import Machine, choose_machine
 from minitron.planner.plan import Step
 
 LEFT_OUT = (
@@ -403,10 +403,7 @@ def main(argv: list[str] | None = None) -> dict:
     with cli.user_errors():
         rules.check(cfg, args.world)
         (rank,) = choose_ranks(args.rank, cfg.parallel.pp, args.world)
-        devices, fabrics = read_machines(DEVICES)
-        if args.fabric not in fabrics:
-            raise ValueError(f"--fabric={args.fabric} is not in {DEVICES.name}; use one of {', '.join(fabrics)}")
-        machine = Machine(devices["h200"], fabrics[args.fabric])
+        machine = choose_machine("h200", args.fabric)
         plan = None if args.alone else Step(cfg, args.world, machine)
     rows = {} if args.alone else others(args, cfg.parallel.pp, rank)  # before this process takes memory of the GPU
     figures = measured(fewer(cfg, args.world, args), args.world, rank, args, machine, laps)

@@ -38,7 +38,7 @@ from benchmarks.workers import Workers
 from minitron.config import cli
 from minitron.config.schema import Config
 from minitron.planner.dryrun.dryrun import choose_ranks
-from minitron.planner.machine import Machine, read_machines
+from minitron.planner.machine import choose_machine
 from minitron.planner.plan import Step, plan
 
 BOTH = (), ("precision.fp8=delayed",)
@@ -286,8 +286,7 @@ def job_times(job: Job, rows: list[dict]) -> tuple[float, float] | None:
     places = {one_rank.place(run.rank, cfg.parallel.pp, run.world): run.row(rows) for run in (*job.support, main)}
     if None in places.values():
         return None
-    devices, fabrics = read_machines()
-    step = Step(cfg, main.world, Machine(devices["h200"], fabrics[main.fabric]))
+    step = Step(cfg, main.world, choose_machine("h200", main.fabric))
     return one_rank.job_seconds(step, main.world, places)
 
 
@@ -313,8 +312,7 @@ def _figure(value: float | None, digits: int) -> str:
 @lru_cache(None)
 def planned(cfg: Config, run: Run) -> float:
     """The planner's seconds of the job's step on H100."""
-    devices, fabrics = read_machines()
-    return plan(cfg, run.world, Machine(devices["h100"], fabrics[run.fabric])).step_seconds
+    return plan(cfg, run.world, choose_machine("h100", run.fabric)).step_seconds
 
 
 def published(cfg: Config, run: Run) -> str:

@@ -30,7 +30,7 @@ import torch
 
 from benchmarks import record
 from minitron.config import cli, rules
-from minitron.planner.machine import DEVICES, Machine, read_machines
+from minitron.planner.machine import DEVICES, Machine, choose_machine
 from minitron.planner.plan import Plan, available_gib, plan
 
 LEAST_SECONDS = 60  # of a job, until one has been longer; with less left none is begun
@@ -190,15 +190,10 @@ def main(argv: list[str] | None = None) -> int:
     add("--toy", action="store_true", help="a model of no size, to try this on CPUs: errors mean nothing there")
     args = parser.parse_args(argv)
     with cli.user_errors():
-        devices, fabrics = read_machines(args.devices)
-        if args.device not in devices:
-            raise ValueError(f"--device {args.device} is not in {args.devices}; use {', '.join(devices)}")
+        machine = choose_machine(args.device, args.fabric, path=args.devices)
         if not args.toy and not torch.cuda.is_available():
             raise ValueError("there is no GPU here; start this on a node with GPUs, or add --toy to try it on CPUs")
-        name = args.fabric or devices[args.device].fabric
-        if name not in fabrics:
-            raise ValueError(f"--fabric {name} is not in {args.devices}; use {', '.join(fabrics)}")
-    return validate(args, Machine(devices[args.device], fabrics[name]))
+    return validate(args, machine)
 
 
 def validate(args: argparse.Namespace, machine: Machine) -> int:

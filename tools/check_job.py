@@ -31,11 +31,10 @@ from minitron.data.indexed import IndexedDataset
 from minitron.data.sft import encode_line
 from minitron.data.tokenizers import Tokenizer
 from minitron.interop.tokenizers import load_tokenizer
-from minitron.planner.command import DEVICES, chosen
 from minitron.planner.command import layout as described
 from minitron.planner.failures import state_bytes
 from minitron.planner.fit import nearest_fit
-from minitron.planner.machine import Machine
+from minitron.planner.machine import DEVICES, Machine, choose_machine
 from minitron.planner.plan import available_gib, plan
 
 
@@ -63,8 +62,7 @@ def main(argv: list[str]) -> None:
     o = parser.parse_intermixed_args(argv)
     if o.manifests != (o.world is None) or o.manifests and o.config:
         raise ValueError("give CONFIG and --world, or --manifests without them")
-    o.software = "minitron"
-    machine = chosen(o)
+    machine = choose_machine(o.device, o.fabric, path=o.devices)
     wrong = False
     try:
         cfg, world = from_manifests(sys.stdin.read()) if o.manifests else (cli.load(o.config), o.world)

@@ -32,8 +32,8 @@ from minitron.config.command import Parser, positive
 from minitron.config.schema import Config, changed
 from minitron.planner import cost, pictures
 from minitron.planner.failures import SOURCES, Failures, failures
-from minitron.planner.fit import changes, memory_options, nearest_fit, written
-from minitron.planner.machine import DEVICES, SOFTWARE, Machine, read_machines
+from minitron.planner.fit import changes, memory_options, nearest_fit, reached, written
+from minitron.planner.machine import DEVICES, SOFTWARE, Machine, choose_machine
 from minitron.planner.pictures import MEANINGS
 from minitron.planner.plan import Plan, available_gib, plan
 from minitron.planner.search import Found, search
@@ -42,7 +42,7 @@ from minitron.planner.work import HIDDEN
 
 def main(argv: list[str]) -> None:
     o = parse(argv)
-    machine = chosen(o)
+    machine = choose_machine(o.device, o.fabric, o.software, o.devices)
     if o.sweep:
         rows = list(sweep(o, machine))
         print(json.dumps(rows) if o.json else sweep_table(rows, o.tokens))
@@ -104,22 +104,12 @@ def _values(text: str) -> tuple[str, list[str]]:
     return key, values.split(",")
 
 
-def chosen(o: argparse.Namespace) -> Machine:
-    devices, fabrics = read_machines(o.devices)
-    if o.device not in devices:
-        raise ValueError(f"--device {o.device} is not in {o.devices}; use {', '.join(devices)}")
-    name = o.fabric or devices[o.device].fabric
-    if name not in fabrics:
-        raise ValueError(f"fabric {name} is not in {o.devices}; use --fabric {', '.join(fabrics)}")
-    return Machine(devices[o.device], fabrics[name], SOFTWARE[o.software])
-
-
 # ---- one plan --------------------------------------------------------------------------------------------------------
 
 
 def record(job: Plan, tokens: float) -> dict:
     """Return what --json prints: seconds and GiB of a rank; the layout as keys of the configuration."""
-    p, t = job.cfg.parallel, job.cfg.train
+    p, t, dp = job.cfg.parallel, job.cfg.train, job.cfg.dp(job.world)
     return {
         "step_seconds": job.step_seconds,
         "mfu_percent": job.mfu_percent,
@@ -133,16 +123,9 @@ def record(job: Plan, tokens: float) -> dict:
         "world": job.world,
         "gpu": job.machine.device.gpu,
         "software": job.machine.software.name,
-        "layout": {
-            "tp": p.tp,
-            "pp": p.pp,
-            "vp": p.vp,
-            "cp": p.cp,
-            "dp": job.cfg.dp(job.world),
-            "micro_batch_size": t.micro_batch_size,
-            "recompute": t.recompute,
-        },
-        "microbatches": job.cfg.num_microbatches(job.cfg.dp(job.world)),
+        "layout": {key: getattr(p, key) for key in ("tp", "pp", "vp", "cp")}
+        | {"dp": dp, "micro_batch_size": t.micro_batch_size, "recompute": t.recompute},
+        "microbatches": job.cfg.num_microbatches(dp),
         "seconds": {part: job.seconds[part] for part in (*MEANINGS, *HIDDEN)},
         "memory": {part: size / 2**30 for part, size in job.memory.items()},
         "fullest_pipeline_rank": job.fullest,
@@ -150,17 +133,15 @@ def record(job: Plan, tokens: float) -> dict:
 
 
 def layout(cfg: Config, world: int) -> str:
-    p, t = cfg.parallel, cfg.train
+    p, dp = cfg.parallel, cfg.dp(world)
     kind = "" if p.schedule == "1f1b" else f", {p.schedule}"
     style = f" {p.cp_style}" if p.cp > 1 and p.cp_style != "ring" else ""
     whole = ", no sequence parallel" if p.tp > 1 and not p.sequence_parallel else ""
     runs = [(count, len(list(same))) for count, same in groupby(p.layers_per_stage or ())]
     counts = ", ".join(f"{many} x {count}" if many > 1 else str(count) for count, many in runs)
-    return (
-        f"tp {p.tp}, pp {p.pp}{kind}, vp {p.vp}, cp {p.cp}{style}, dp {cfg.dp(world)}, "
-        f"{cfg.num_microbatches(cfg.dp(world))} microbatches of {t.micro_batch_size}, recompute {t.recompute}{whole}"
-        f"{f', layers {counts}' if counts else ''}"
-    )
+    axes = f"tp {p.tp}, pp {p.pp}{kind}, vp {p.vp}, cp {p.cp}{style}, dp {dp}"
+    batch = f"{cfg.num_microbatches(dp)} microbatches of {cfg.train.micro_batch_size}, recompute {cfg.train.recompute}"
+    return f"{axes}, {batch}{whole}{f', layers {counts}' if counts else ''}"
 
 
 def mfu(job: Plan) -> str:
@@ -189,11 +170,9 @@ def table(job: Plan, o: argparse.Namespace) -> str:
     for part, meaning in MEANINGS.items():
         hidden = job.seconds[part.replace("_exposed", "_hidden")] if part.endswith("_exposed") else 0.0
         beside = f"   and {hidden:.3f} s hidden" if hidden > 5e-4 else ""
-        if job.seconds[part] > 5e-4 * seconds or beside:
-            lines.append(
-                f"  {part:12} {job.seconds[part]:8.3f} s   {100 * job.seconds[part] / seconds:5.1f} %   "
-                f"{meaning}{beside}"
-            )
+        took = job.seconds[part]
+        if took > 5e-4 * seconds or beside:
+            lines.append(f"  {part:12} {took:8.3f} s   {100 * took / seconds:5.1f} %   {meaning}{beside}")
     if job.seconds["host"] > 0.01 * seconds:
         lines += ["", f"bound by the host, which launches kernels too slowly: {host_remedy(job)}"]
     if not job.fits or job.stays_eager:
@@ -217,18 +196,10 @@ def memory_keys(job: Plan) -> list[str]:
     lines = [f"{'GiB':>8} {'saved':>7} {'step s':>9} {'cost':>8}   with"] if found else ["no key saves memory"]
     for keys, other in found:
         slower = f"{100 * (other.step_seconds / job.step_seconds - 1):+.1f} %"
-        lines.append(
-            f"{other.memory_gib:8.2f} {job.memory_gib - other.memory_gib:7.2f} {other.step_seconds:9.3f} {slower:>8}   "
-            f"{' '.join(keys)}{reached(job, other)}"
-        )
+        figures = f"{other.memory_gib:8.2f} {job.memory_gib - other.memory_gib:7.2f} {other.step_seconds:9.3f}"
+        gained = (": recorded" if job.fits else ": fits") if reached(job, other) else ""
+        lines.append(f"{figures} {slower:>8}   {' '.join(keys)}{gained}")
     return lines
-
-
-def reached(job: Plan, option: Plan) -> str:
-    """Return what the option reaches and the job does not: that it fits, or that its steps are recorded."""
-    if job.fits:
-        return "" if option.stays_eager else ": recorded"
-    return ": fits" if option.fits else ""
 
 
 # ---- with failures ---------------------------------------------------------------------------------------------------
@@ -254,7 +225,7 @@ def failure_record(job: Plan, o: argparse.Namespace) -> dict:
     if hard is None:
         return {}
     days, hours = cost.cost(job, o.tokens, hard.goodput())
-    found = {
+    figures = {
         "mtbf_seconds": hard.mtbf,
         "recovery_seconds": hard.recovery,
         "save_cost_seconds": hard.cost,
@@ -265,7 +236,7 @@ def failure_record(job: Plan, o: argparse.Namespace) -> dict:
         "days": days if days < math.inf else None,
         "gpu_hours": hours if days < math.inf else None,
     }
-    return {"failures": found}
+    return {"failures": figures}
 
 
 def failure_report(job: Plan, o: argparse.Namespace) -> list[str]:
@@ -282,10 +253,9 @@ def failure_report(job: Plan, o: argparse.Namespace) -> list[str]:
         f"checkpoint.mtbf_hours={o.mtbf_hours:g}, which measures",
     ]
     if isinstance(every, int) and every:
-        share = hard.goodput(every * job.step_seconds)
-        lines.append(
-            f"  as configured {every * job.step_seconds:8.1f} s   checkpoint.every={every}: {100 * share:.2f} %"
-        )
+        seconds = every * job.step_seconds
+        share = 100 * hard.goodput(seconds)
+        lines.append(f"  as configured {seconds:8.1f} s   checkpoint.every={every}: {share:.2f} %")
     for name, key, given in (
         ("recovery", "recovery", o.recovery_seconds),
         ("a save costs", "cost", o.save_cost_seconds),
@@ -345,11 +315,9 @@ def ranking(found: Found, job: Plan, given: Config) -> str:
         keys = " ".join(written(changes(given, less.cfg))) or "as given"
         lines.append(f"with {less.memory_gib:.1f} GiB, {slower:.1f} % slower: {keys}")
     if found.others:
-        cfg, seconds = found.others[0]
-        lines.append(
-            f"{len(found.others)} other layouts fit; the next one takes {seconds:.3f} s or more: "
-            f"{layout(cfg, job.world)}"
-        )
+        (cfg, seconds), count = found.others[0], len(found.others)
+        next_one = f"the next one takes {seconds:.3f} s or more: {layout(cfg, job.world)}"
+        lines.append(f"{count} other layouts fit; {next_one}")
     lines += [f"{count:6} layouts: {reason}" for reason, count in found.reasons.most_common()]
     return "\n".join(lines)
 

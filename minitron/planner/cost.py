@@ -56,25 +56,19 @@ def error_range(gpu: str, path: Path = CALIBRATION) -> Range | None:
     return Range(tenths[0], tenths[-1], len(ratios))
 
 
-def cost_line(job: Plan, tokens: float, goodput: float = 1.0) -> str:
+def cost_line(job: Plan, tokens: float, goodput: float) -> str:
     """Describe the cost in one line, with its range."""
     days, hours = cost(job, tokens, goodput)
     text = f"cost   {hours:,.0f} GPU-hours{' with failures' if goodput < 1 else ''}"
     if (off := error_range(job.machine.device.gpu)) is None or days == inf:
         return text
-    between = (
-        f"{hours * off.low:,.0f} to {hours * off.high:,.0f}, or {days * off.low:,.1f} to {days * off.high:,.1f} days"
-    )
-    return f"{text}; {between}, as far as {off.rows} runs of calibration.md were off"
-
-
-def without_failures(job: Plan) -> float:
-    """Return the goodput of a job that never fails."""
-    return 1.0
+    low, high, rows = off
+    between = f"{hours * low:,.0f} to {hours * high:,.0f}, or {days * low:,.1f} to {days * high:,.1f} days"
+    return f"{text}; {between}, as far as {rows} runs of calibration.md were off"
 
 
 @style.styled
-def curves(plans: list[Plan], tokens: float, goodput: Callable[[Plan], float] = without_failures):
+def curves(plans: list[Plan], tokens: float, goodput: Callable[[Plan], float]):
     """Draw GPU-hours and days over GPUs, with their range: plans of one job at growing scale, and their goodput."""
     shares, off = [goodput(job) for job in plans], error_range(plans[0].machine.device.gpu)
     plans = [job for job, share in zip(plans, shares) if share >= LEAST]  # beyond these the job never ends

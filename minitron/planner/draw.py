@@ -22,16 +22,8 @@ from pathlib import Path
 from string import ascii_lowercase
 
 from minitron.config.command import Parser
-from minitron.pipeline.schedule import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Exchange,
-    Forward,
-    Operation,
-    Schedule,
-    make,
-)
+from minitron.config.files import errors_as
+from minitron.pipeline.schedule import Backward, BackwardInput, BackwardWeight, Forward, Operation, Schedule, make
 from minitron.planner import style
 from minitron.planner.check import check
 from minitron.planner.simulate import Timeline, simulate
@@ -62,10 +54,9 @@ def main(argv: list[str]) -> None:
     timeline = simulate(schedule, args.forward, args.backward, args.transfer, args.weight, check(schedule))
     text = draw_text(timeline)
     if args.svg is not None:
-        try:
+        unwritable = f"--svg {args.svg} cannot be written"
+        with errors_as(ValueError, lambda error: f"{unwritable} ({error}); name another file", OSError):
             args.svg.write_text(draw_svg(timeline), encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"--svg {args.svg} cannot be written ({error}); name another file") from error
     print(describe(timeline))
     print(text)
     peaks = ", ".join(map(str, peak_activations(schedule)))
@@ -77,8 +68,8 @@ def main(argv: list[str]) -> None:
 
 def peak_activations(schedule: Schedule) -> tuple[int, ...]:
     """Count for each rank the most chunk activations alive at once: forwards minus whole backwards."""
-    change = {Forward: 1, Backward: -1, BackwardInput: 0, BackwardWeight: -1, Exchange: 0}
-    return tuple(max(accumulate(change[type(action)] for action in actions)) for actions in schedule.ranks)
+    change = {Forward: 1, Backward: -1, BackwardWeight: -1}
+    return tuple(max(accumulate(change.get(type(action), 0) for action in actions)) for actions in schedule.ranks)
 
 
 def describe(timeline: Timeline) -> str:
@@ -110,10 +101,8 @@ def draw_text(timeline: Timeline) -> str:
     shortest = min(event.end - event.start for event in timeline.events)
     wide = label * timeline.makespan / shortest if shortest else inf  # 0: too short beside a long transfer
     if not wide <= MAX_COLUMNS:  # a NaN is not: seconds without end less seconds without end
-        raise ValueError(
-            f"the drawing would have {wide:.6g} columns, the limit is {MAX_COLUMNS}; use fewer microbatches, or times "
-            f"that differ less"
-        )
+        fix = "use fewer microbatches, or times that differ less"
+        raise ValueError(f"the drawing would have {wide:.6g} columns, the limit is {MAX_COLUMNS}; {fix}")
 
     def column(seconds: float) -> int:
         return floor(label * seconds / shortest + 0.5)
@@ -148,11 +137,10 @@ def windows(timeline: Timeline) -> list[tuple[str, float, float]]:
         return [("whole step", 0.0, end)]
     if end <= 2 * span:
         return [("first half", 0.0, end / 2), ("second half", end / 2, end)]
-    forwards = [event.end for event in timeline.events if event.rank == 0 and type(event.action) is Forward]
-    backwards = [
-        event.start for event in timeline.events if event.rank == s.pp - 1 and type(event.action) is not Forward
-    ]
-    middle = (min(backwards, default=0.0) + max(forwards)) / 2
+    first, last = ([event for event in timeline.events if event.rank == rank] for rank in (0, s.pp - 1))
+    end_of_forwards = max(event.end for event in first if type(event.action) is Forward)
+    begin_of_backwards = min((event.start for event in last if type(event.action) is not Forward), default=0.0)
+    middle = (begin_of_backwards + end_of_forwards) / 2
     start = min(max(middle - span / 2, span), end - span)
     return [("warm-up", 0.0, span), ("steady", start, start + span)]
 
@@ -188,10 +176,8 @@ def draw_svg(timeline: Timeline, bubble: str | None = None) -> str:
         for event in timeline.events:
             left, right = max(event.start, start), min(event.end, end)
             if left < right:
-                y = top + event.rank * (ROW + GAP)
-                parts.append(
-                    _box(event, timeline.schedule.vp, LEFT + (left - start) * scale, y, (right - left) * scale)
-                )
+                x, y = LEFT + (left - start) * scale, top + event.rank * (ROW + GAP)
+                parts.append(_box(event, timeline.schedule.vp, x, y, (right - left) * scale))
         parts += _axis(start, end, scale, top + pp * (ROW + GAP))
     return "\n".join([*parts, "</svg>", ""])
 
@@ -202,10 +188,8 @@ def _colour(kind: type[Operation], chunk: int, vp: int) -> str:
 
 def _box(event: Event, vp: int, x: float, y: float, width: float) -> str:
     op, kind = event.action, type(event.action)
-    tooltip = (
-        f"rank {event.rank}: {NAMES[kind]} of microbatch {op.mb} through chunk {op.chunk}, "
-        f"{event.start:g} to {event.end:g} s"
-    )
+    what = f"{NAMES[kind]} of microbatch {op.mb} through chunk {op.chunk}"
+    tooltip = f"rank {event.rank}: {what}, {event.start:g} to {event.end:g} s"
     text = ""
     if width >= DIGIT * len(str(op.mb)):
         text = f'<text x="{x + width / 2:.2f}" y="{y + ROW / 2 + 2.5}" text-anchor="middle">{op.mb}</text>'

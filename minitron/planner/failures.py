@@ -55,21 +55,14 @@ class Failures:
 
 
 def failures(
-    cfg: Config,
-    world: int,
-    mtbf: float,
-    recovery: float | None = None,
-    cost: float | None = None,
-    save: float | None = None,
+    cfg: Config, world: int, mtbf: float, recovery: float | None, cost: float | None, save: float | None
 ) -> Failures:
     """Return the given numbers, with defaults for those that are None."""
     gigabytes = state_bytes(cfg) / 1e9
-    if save is None:
-        save = gigabytes / min(world * WRITE_GB_S, SHARED_GB_S)
-    if cost is None:
-        cost = COPY_SECONDS + SLOWER * save
-    if recovery is None:
-        recovery = NOTICE_SECONDS + START_SECONDS + gigabytes / min(world * READ_GB_S, SHARED_GB_S)
+    save = gigabytes / min(world * WRITE_GB_S, SHARED_GB_S) if save is None else save
+    cost = COPY_SECONDS + SLOWER * save if cost is None else cost
+    reading = gigabytes / min(world * READ_GB_S, SHARED_GB_S)
+    recovery = NOTICE_SECONDS + START_SECONDS + reading if recovery is None else recovery
     return Failures(mtbf, recovery, cost, save)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 from minitron.config import rules
@@ -40,19 +41,19 @@ def memory_options(job: Plan) -> list[tuple[list[str], Plan]]:
     """Return (keys, plan) of each key alone that saves memory, fastest first; then of more and more, until they fit."""
     found = [(written({key: value}), option) for key, value in KEYS if (option := _smaller(job, key, value))]
     alone = sorted(found, key=lambda pair: pair[1].step_seconds)
-    if any(_reached(job, option) for _, option in alone):
+    if any(reached(job, option) for _, option in alone):
         return alone
     together, values = job, {}
     for key, value in KEYS:
         if more := _smaller(together, key, value):
-            values.pop(key, None)  # the new value stands at the end
+            values.pop(key, None)  # so that the new value is the last one
             together, values[key] = more, value
-            if _reached(job, together):
+            if reached(job, together):
                 break
     return [*alone, (written(values), together)] if len(values) > 1 else alone
 
 
-def _reached(job: Plan, option: Plan) -> bool:
+def reached(job: Plan, option: Plan) -> bool:
     """Return whether the option fits or, if the job fits without its CUDA graphs, has room for them."""
     return option.fits and not (job.fits and option.stays_eager)
 
@@ -91,11 +92,8 @@ def nearest_fit(job: Plan, given: Config) -> str:
 
 def _nearest(cfg: Config, world: int, machine: Machine) -> Config | None:
     """Return the layout that fits after the fewest changes, the fastest of several; None if none fits."""
-    every = (
-        changed(layout, train=dict(recompute=recompute))
-        for layout in plain_layouts(cfg, world, machine)
-        for recompute in RECOMPUTE
-    )
+    pairs = product(plain_layouts(cfg, world, machine), RECOMPUTE)
+    every = (changed(layout, train=dict(recompute=recompute)) for layout, recompute in pairs)
     distance, fitting, available = None, [], available_gib(machine) * 2**30
     for layout in sorted(every, key=lambda layout: len(changes(cfg, layout))):
         if fitting and len(changes(cfg, layout)) > distance:

@@ -16,12 +16,12 @@ device, each measured alone (`benchmarks/ceilings.py --device-file`), and one fo
 
 That a last wave of tiles fills the GPU in part is not counted: where power is the limit the others run faster for it.
 In a step kernels run a little slower than alone, by heat, gaps and what runs beside them: `in_step` is that share.
-GPUs of one kind differ, and a step waits for the slowest: of n, whose speeds vary by `spread` (a standard deviation),
-that is the expected largest of n normal numbers, 2.6 of them for 128 and 4.0 for 16,384.
-Ranks of a ring that share a node share its network cards: each has cards / GPUs of one. Nodes are in pods; from pod to
-pod goes `uplinks` of what the cards of a pod could send, shared by the rings that leave it. A ring enters a pod and
-leaves it once, however many of its ranks are inside, so it has as many ranks' share of the uplinks: with 384 of a ring
-in a pod, uplinks of 1/7 slow nothing; with 2, and for messages to the next pod, they do.
+GPUs of one kind differ, and a step waits for the slowest. Their speeds vary by `spread`, a standard deviation. The
+slowest of n is slower by the expected largest of n normal numbers: 2.6 deviations for 128, 4.0 for 16,384.
+Ranks of a ring that share a node share its network cards: each has cards / GPUs of one. Nodes are in pods. From pod to
+pod, the uplinks carry the share `uplinks` of what the cards of a pod could send, and the rings that leave a pod share
+them. A ring enters and leaves a pod once and has the share of all its ranks inside. With 384 ranks of a ring in a pod,
+uplinks of 1/7 slow nothing; with 2, and for messages to the next pod, they do.
 `devices.json` holds the constants with their sources. Left out: jobs of others on the same switches.
 """
 
@@ -40,7 +40,7 @@ MayBeZero = float  # all other numbers are positive
 
 @dataclass(frozen=True)
 class Device:
-    """One kind of GPU. Rates are those of kernels alone; `source` says where they are from."""
+    """One kind of GPU. Rates are those of kernels alone; `source` names their origin."""
 
     gpu: str  # as CUDA names it: H100
     fabric: str  # the network that it usually has
@@ -85,8 +85,7 @@ class Fabric:
 
 @dataclass(frozen=True)
 class Software:
-    """How a trainer does the same work. Its memory is taken to be minitron's: measured, Megatron's is 1 % off on
-    average."""
+    """How a trainer does the same work. Its memory is taken to be minitron's."""
 
     name: str
     eager: bool = False  # the host launches every kernel, in every step; else only with train.cuda_graph=off
@@ -137,7 +136,6 @@ class Machine:
 
     device: Device
     fabric: Fabric
-
     software: Software = SOFTWARE["minitron"]
 
     TILE = 128  # rows and columns of the output that one multiprocessor makes at a time, at least
@@ -218,3 +216,14 @@ class Machine:
     def slowest(self, world: int) -> float:
         """Return the share by which the slowest of `world` GPUs is expected to be slower than they are on average."""
         return self.device.spread * NormalDist().inv_cdf((world - 0.375) / (world + 0.25)) if world > 1 else 0.0
+
+
+def choose_machine(device: str, fabric: str | None, software: str = "minitron", path: Path = DEVICES) -> Machine:
+    """Return a device of the table in `path`, in a fabric of it (None: its usual one). Raises ValueError."""
+    devices, fabrics = read_machines(path)
+    if device not in devices:
+        raise ValueError(f"--device {device} is not in {path}; use {', '.join(devices)}")
+    name = fabric or devices[device].fabric
+    if name not in fabrics:
+        raise ValueError(f"--fabric {name} is not in {path}; use {', '.join(fabrics)}")
+    return Machine(devices[device], fabrics[name], SOFTWARE[software])

@@ -29,8 +29,8 @@ a step's FP8 casts. None of this is part of the peak: if there is no room for a 
 
 Sizes that the trainer has a name for come from config/sizes.py. What autograd keeps has none: these formulas follow
 kernels/, parallel/ and model/gpt.py, and tests hold them against what the trainer allocates. Left out: the padding of
-buckets, fragments, and the start of a run, where one whole weight is there in float32: with LoRA on few tokens that can
-be the peak.
+buckets, fragments, and the start of a run, when one whole weight exists in float32: with LoRA on few tokens that can be
+the peak.
 """
 
 from __future__ import annotations

@@ -13,43 +13,35 @@ from dataclasses import replace
 from pathlib import Path
 
 from minitron.config import rules
+from minitron.config.files import errors_as
 from minitron.config.schema import changed
 from minitron.planner import cost, style
 from minitron.planner.draw import draw_svg
 from minitron.planner.machine import read_machines
-from minitron.planner.plan import Plan, Step, available_gib, plan
+from minitron.planner.plan import Plan, available_gib, plan
 from minitron.planner.published import configuration, published_steps
 from minitron.planner.style import BLUE, GOLD, GREEN, GREY, ORANGE, PURPLE, RED, tint
 
 MOST_GPUS = 4096
 SAME = 1e-3  # of a step: parts whose seconds differ by less are the same in all plans
+NOTHING = 1e-6  # seconds: a part that is a difference of sums may be nothing but rounding
 NARROW = 0.07  # of the longest bar: a narrower part has its value beside the bar
-MEANINGS = {
-    "gemm": "matrix products",
-    "attention": "attention",
-    "pointwise": "norms, activations, casts, gaps",
-    "host": "waiting for the host",
-    "tp_exposed": "tensor parallel",
-    "cp_exposed": "context parallel",
-    "pp_exposed": "between stages",
-    "dp_exposed": "gradients and parameters",
-    "bubble": "waiting for other stages",
-    "stragglers": "waiting for the slowest GPU",
-    "optimizer": "optimizer",
+SECONDS = {  # parts of a step, in the order of tables and bars: their meanings and colours
+    "gemm": ("matrix products", BLUE),
+    "attention": ("attention", tint(BLUE, 0.7)),
+    "pointwise": ("norms, activations, casts, gaps", tint(BLUE, 0.45)),
+    "host": ("waiting for the host", PURPLE),
+    "tp_exposed": ("tensor parallel", ORANGE),
+    "cp_exposed": ("context parallel", tint(ORANGE, 0.7)),
+    "pp_exposed": ("between stages", tint(ORANGE, 0.45)),
+    "dp_exposed": ("gradients and parameters", RED),
+    "bubble": ("waiting for other stages", tint(GREY, 0.6)),
+    "stragglers": ("waiting for the slowest GPU", GREY),
+    "optimizer": ("optimizer", GREEN),
 }
-COLORS = {
-    "gemm": BLUE,
-    "attention": tint(BLUE, 0.7),
-    "pointwise": tint(BLUE, 0.45),
-    "tp_exposed": ORANGE,
-    "cp_exposed": tint(ORANGE, 0.7),
-    "pp_exposed": tint(ORANGE, 0.45),
-    "dp_exposed": RED,
-    "bubble": tint(GREY, 0.6),
-    "stragglers": GREY,
-    "host": PURPLE,
-    "optimizer": GREEN,
-    # bytes
+MEANINGS = {part: meaning for part, (meaning, _) in SECONDS.items()}
+# Of these, and of bytes by part; the optimizer has one colour in both.
+COLORS = {part: color for part, (_, color) in SECONDS.items()} | {
     "parameters": BLUE,
     "gradients": tint(BLUE, 0.6),
     "fp8 weights": tint(BLUE, 0.3),
@@ -59,15 +51,14 @@ COLORS = {
 }
 
 
-def draw(
-    job: Plan, folder: Path, tokens: float, goodput: Callable[[Plan], float] = cost.without_failures
-) -> Iterator[Path]:
+def draw(job: Plan, folder: Path, tokens: float, goodput: Callable[[Plan], float]) -> Iterator[Path]:
     """Write the pictures and yield their paths.
 
     tokens: of the training whose cost is drawn. goodput: the share of its time that is steps. Raises ValueError without
     matplotlib or a folder to write into.
     """
-    try:
+    unwritable = f"--draw {folder} cannot be written"
+    with errors_as(ValueError, lambda error: f"{unwritable} ({error}); name another folder", OSError):
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "timeline.svg"
         path.write_text(draw_svg(job.timeline, bubble(job)), encoding="utf-8")
@@ -82,8 +73,6 @@ def draw(
             path = folder / f"{name}.png"
             style.save(picture, path)
             yield path
-    except OSError as error:
-        raise ValueError(f"--draw {folder} cannot be written ({error}); name another folder") from None
 
 
 def bubble(job: Plan) -> str:
@@ -96,12 +85,11 @@ def memory_curve(job: Plan, rank: int) -> list[tuple[float, float]]:
     """Return a line's corners, (seconds, GiB) of a pipeline rank: persistent memory and activations. These grow with
     every block of a forward and shrink in the backward.
     """
-    sizes = Step(job.cfg, job.world, job.machine).memory
-    parts = sizes.bytes_by_part(rank)
+    parts = job.sizes.bytes_by_part(rank)
     lasting = parts.total() - parts["activations"] - parts["working"]
     events, curve = [event for event in job.timeline.events if event.rank == rank], [(0.0, lasting / 2**30)]
     actions = (event.action for event in events)
-    for event, (_, before, after) in zip(events, sizes.activations(rank, actions)):
+    for event, (_, before, after) in zip(events, job.sizes.activations(rank, actions)):
         curve += [(event.start, (lasting + before) / 2**30), (event.end, (lasting + after) / 2**30)]
     return curve
 
@@ -144,7 +132,7 @@ def published(job: Plan) -> list[tuple[int, float]]:
 @style.styled
 def memory(job: Plan):
     """Draw bars of every pipeline rank's peak by part, and its memory during a step."""
-    pp, sizes = job.cfg.parallel.pp, Step(job.cfg, job.world, job.machine).memory
+    pp, sizes = job.cfg.parallel.pp, job.sizes
     ranks = [sizes.bytes_by_part(rank) for rank in range(pp)]
     names = [f"rank {rank}" for rank in range(pp)]
     figure, (bars, lines) = style.new(3.2 + 0.2 * pp, 2, height_ratios=(0.6 + 0.2 * pp, 2.2))
@@ -186,24 +174,19 @@ def memory(job: Plan):
 def time_bars(plans: list[Plan]):
     """Draw bars of the parts of a step that differ between the plans, or of all parts of one plan, with seconds."""
     first = plans[0]
-    parts = [
-        part
-        for part in MEANINGS
-        if max(p.seconds[part] for p in plans) > 1e-6  # a difference of sums may be nothing but rounding
-    ]
-    same = [part for part in parts if len(plans) > 1 and spread(plans, part) < SAME * first.step_seconds]
+    seconds = {part: [p.seconds[part] for p in plans] for part in MEANINGS}
+    parts = [part for part in MEANINGS if max(seconds[part]) > NOTHING]
+    spread = {part: max(seconds[part]) - min(seconds[part]) for part in parts}
+    same = [part for part in parts if len(plans) > 1 and spread[part] < SAME * first.step_seconds]
     parts = [part for part in parts if part not in same]
     longest = max(sum(p.seconds[part] for part in parts) for p in plans) or SAME
     unit, scale = ("ms", 1e3) if longest < 1 else ("s", 1)
-    values = {part: [scale * p.seconds[part] for p in plans] for part in parts}
-    beside = [
-        [
-            f"{MEANINGS[part]} {value[row]:.3g}"
-            for part, value in values.items()
-            if value[row] < NARROW * scale * longest
-        ]
-        for row in range(len(plans))
-    ]
+    values = {part: [scale * x for x in seconds[part]] for part in parts}
+    narrow, beside = NARROW * scale * longest, [[] for _ in plans]
+    for part, widths in values.items():
+        for texts, width in zip(beside, widths):
+            if width < narrow:
+                texts.append(f"{MEANINGS[part]} {width:.3g}")
     lines = 1 + max(map(len, beside))
     figure, axes = style.new(1.3 + max(0.36, 0.13 * lines) * len(plans))
     left = [0.0] * len(plans)
@@ -211,7 +194,7 @@ def time_bars(plans: list[Plan]):
         axes.barh(range(len(plans)), widths, 0.7, left, color=COLORS[part], label=MEANINGS[part])
         ink = "white" if COLORS[part] in (BLUE, ORANGE, RED, GREEN) else style.INK
         for row, width in enumerate(widths):
-            if width >= NARROW * scale * longest:
+            if width >= narrow:
                 middle = left[row] + width / 2
                 axes.text(middle, row, f"{width:.3g}", color=ink, ha="center", va="center", fontsize=style.SMALL)
         left = [x + width for x, width in zip(left, widths)]
@@ -230,11 +213,6 @@ def time_bars(plans: list[Plan]):
     return figure
 
 
-def spread(plans: list[Plan], part: str) -> float:
-    seconds = [p.seconds[part] for p in plans]
-    return max(seconds) - min(seconds)
-
-
 @style.styled
 def curves(proportional: list[Plan], fixed: list[Plan], points: list[tuple[int, float]] = ()):
     """Draw tokens per second over GPUs, with MFU. points: (GPUs, tokens/s) that others published."""
@@ -248,17 +226,11 @@ def curves(proportional: list[Plan], fixed: list[Plan], points: list[tuple[int, 
         (fixed, ORANGE, "planned, batch as given", -12),
     ):
         axes.plot([p.world for p in plans], [p.tokens_per_second for p in plans], "o-", ms=4, color=color, label=label)
+        place = {"xytext": (0, above), "textcoords": "offset points", "ha": "right" if above > 0 else "left"}
         for p in plans:
             if p.mfu_percent is not None and (plans is proportional or p is not plans[0]):  # both start as one plan
-                axes.annotate(
-                    f"{p.mfu_percent:.1f} %",
-                    (p.world, p.tokens_per_second),
-                    xytext=(0, above),
-                    fontsize=style.SMALL,
-                    ha="right" if above > 0 else "left",
-                    textcoords="offset points",
-                    color=color,
-                )
+                at = p.world, p.tokens_per_second
+                axes.annotate(f"{p.mfu_percent:.1f} %", at, fontsize=style.SMALL, color=color, **place)
     if points:
         axes.plot(*zip(*points), "D", ms=6, mfc="none", mec=RED, mew=1.2, ls="", label="published by others")
     axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="tokens/s")

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from math import inf
 
 from minitron.config import flops
 from minitron.config.schema import Config, changed
@@ -34,7 +35,8 @@ UPDATE_BYTES = 26  # that the update reads and writes per element: master, momen
 class Plan:
     """`seconds` of a step and `memory` in bytes, by part; both of one pipeline rank, the slowest and the fullest.
 
-    stays_eager: the job fits, but with its CUDA graphs it would not, so its steps are eager, and so are `seconds`.
+    sizes: the memory of all pipeline ranks. stays_eager: the job fits, but with its CUDA graphs it would not, so its
+    steps are eager, and so are `seconds`.
     """
 
     cfg: Config
@@ -42,6 +44,7 @@ class Plan:
     machine: Machine
     seconds: Counter
     memory: Counter
+    sizes: Memory
     fullest: int
     stays_eager: bool
     timeline: Timeline
@@ -74,10 +77,7 @@ class Plan:
     @property
     def graph_gib(self) -> float:
         """Return the GiB that recorded steps need beyond `memory_gib`."""
-        if self.machine.software.eager:
-            return 0.0
-        gpus_per_node = self.machine.fabric.gpus_per_node
-        return Memory(self.cfg, self.world, gpus_per_node=gpus_per_node).graph(self.fullest) / 2**30
+        return 0.0 if self.machine.software.eager else self.sizes.graph(self.fullest) / 2**30
 
     @property
     def fits(self) -> bool:
@@ -91,12 +91,13 @@ def available_gib(machine: Machine) -> float:
 def plan(cfg: Config, world: int, machine: Machine) -> Plan:
     """Plan a configuration that `rules.check` accepts. Raises ValueError for what the device cannot do."""
     step = Step(cfg, world, machine)
-    fullest, memory = step.memory.peak()
-    stays_eager = no_room_for_graphs(step.memory, machine)
+    sizes = step.memory
+    fullest, memory = sizes.peak()
+    stays_eager = no_room_for_graphs(sizes, machine)
     if stays_eager:
         step = Step(changed(cfg, train=dict(cuda_graph="off")), world, machine)
     timeline = step.timeline(step.transfer_seconds)
-    return Plan(cfg, world, machine, step.seconds(timeline), memory, fullest, stays_eager, timeline)
+    return Plan(cfg, world, machine, step.seconds(timeline), memory, sizes, fullest, stays_eager, timeline)
 
 
 def no_room_for_graphs(memory: Memory, machine: Machine) -> bool:
@@ -182,6 +183,11 @@ class Step:
         parts["optimizer"] = self.update_seconds(self.slowest)
         return parts
 
+    def whole_seconds(self, timeline: Timeline) -> float:
+        """Return the sum of `seconds`, without dividing the schedule into parts."""
+        stragglers = timeline.makespan * self.machine.slowest(self.world)
+        return timeline.makespan + stragglers + self.data_parallel(timeline)[0] + self.update_seconds(self.slowest)
+
     def data_parallel(self, timeline: Timeline) -> tuple[float, float]:
         """Return (exposed, hidden) seconds of gradients and parameters, of the rank that waits longest for them."""
         if self.memory.shards == 1:
@@ -193,6 +199,13 @@ class Step:
             if type(event.action) is not Forward:
                 chunk[1:] = event.start, event.end
         return max(self._data_rank(rank, chunks, timeline.makespan) for rank, chunks in enumerate(moments))
+
+    def exposed_at_least(self) -> float:
+        """Bound what gradients and parameters add to the step: as if the schedule left them all the time they need."""
+        if self.memory.shards == 1:
+            return 0.0
+        chunks = dict.fromkeys(range(self.cfg.parallel.vp), [inf, 0.0, 0.0])
+        return max(self._data_rank(rank, chunks, inf)[0] for rank in range(self.cfg.parallel.pp))
 
     def _data_rank(self, rank: int, chunks: dict, makespan: float) -> tuple[float, float]:
         p, grad_bytes = self.cfg.parallel, self.memory.grad_bytes

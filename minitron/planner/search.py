@@ -1,7 +1,7 @@
 """Find the fastest layouts that fit, what less memory costs, and why the others are slower or do not fit.
 
 The idea: thousands of GPUs have hundreds of thousands of layouts, and a lower bound on the step is cheap. So the search
-refines the bound of the layout whose bound is lowest, until none of the others can be among the best:
+refines the bound of the layout whose bound is lowest, until no other layout can be among the best:
 
     1. what a rank computes for a block       tp, cp and its style, micro batch, sequence parallel, schedule: seconds
                                               of all stages, over all ranks, if none ever waits
@@ -23,11 +23,11 @@ import heapq
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, product
 from math import inf
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from minitron.config import rules
@@ -36,7 +36,6 @@ from minitron.config.sizes import fp8_layers, stage_layers
 from minitron.planner.machine import Machine
 from minitron.planner.memory import Memory
 from minitron.planner.plan import Plan, Step, available_gib, no_room_for_graphs, plan
-from minitron.planner.simulate import Timeline
 from minitron.planner.work import StageTime, total
 
 RECOMPUTE = ("none", "selective", "full")
@@ -53,9 +52,11 @@ NOT_SMALLER = "slower than those shown, and no smaller with any recomputation"
 
 @dataclass(frozen=True)
 class Found:
-    """`best`: plans, fastest first. `smaller`: plans, each of less memory and slower than the one before; the first is
-    the fastest. `others`: (configuration, seconds that its step takes at least) of those known to fit too, in this
-    order. `reasons`: how many layouts fell, by why.
+    """What a search has found.
+
+    best: plans, fastest first. smaller: plans, each of less memory and slower than the one before; the first is the
+    fastest. others: (configuration, seconds that its step takes at least) of others that fit, fastest first. reasons:
+    how many layouts were rejected, by reason.
     """
 
     best: list[Plan]
@@ -69,22 +70,21 @@ def search(cfg: Config, world: int, machine: Machine, count: int = 5, *, smaller
     return _Search(cfg, world, machine, count, smaller).run()
 
 
-@dataclass(order=True)
+@dataclass(eq=False)
 class Candidate:
-    """A layout whose step takes at least `seconds`; `number` orders equals.
+    """A layout whose step takes at least `seconds`.
 
     gib: its memory, and then it fits; None: not known yet. stays_eager: as Plan's, known with it. makes_room: it fits
     with less recomputation, too, but then stays eager. extra: it recomputes more than it has to.
     """
 
     seconds: float
-    number: int = field(kw_only=True, default=0)
-    cfg: Config = field(compare=False)
-    family: Family = field(compare=False)
-    gib: float | None = field(kw_only=True, default=None, compare=False)
-    stays_eager: bool = field(kw_only=True, default=False, compare=False)
-    makes_room: bool = field(kw_only=True, default=False, compare=False)
-    extra: bool = field(kw_only=True, default=False, compare=False)
+    cfg: Config
+    family: Family
+    gib: float | None = None
+    stays_eager: bool = False
+    makes_room: bool = False
+    extra: bool = False
 
 
 class Costs(NamedTuple):
@@ -100,9 +100,9 @@ class Costs(NamedTuple):
 
 
 class Family:
-    """Layouts whose ranks compute the same for a microbatch and a block; `cfg` is one of them.
+    """Layouts whose ranks compute the same for a microbatch and a block. cfg: one member.
 
-    They differ in pp, vp, layers of stages and recomputation.
+    Members differ in pp, vp, layers of stages and recomputation.
     """
 
     def __init__(self, cfg: Config, world: int, machine: Machine):
@@ -213,12 +213,10 @@ def families(cfg: Config, world: int, machine: Machine) -> Iterator[Config]:
     """List one configuration of each family, that of the given values first; pp is 1, or where it must be more, 2."""
     m, p = cfg.model, cfg.parallel
 
-    def values(given, others):
-        return dict.fromkeys((given, *others))
-
-    styles, splits = values(p.cp_style, ("ring", "allgather", "ulysses")), values(p.sequence_parallel, (True, False))
-    kinds = values(p.schedule, ("1f1b", "zb-h1"))
-    sizes = values(cfg.train.micro_batch_size, MICRO_BATCHES)
+    styles = dict.fromkeys((p.cp_style, "ring", "allgather", "ulysses"))
+    splits = dict.fromkeys((p.sequence_parallel, True, False))
+    kinds = dict.fromkeys((p.schedule, "1f1b", "zb-h1"))
+    sizes = dict.fromkeys((cfg.train.micro_batch_size, *MICRO_BATCHES))
     for tp in _divisors(world, 2 * machine.fabric.gpus_per_node):
         for cp in _divisors(world // tp, 64):
             for style, split, kind, size in product(styles, splits, kinds, sizes):
@@ -229,14 +227,6 @@ def families(cfg: Config, world: int, machine: Machine) -> Iterator[Config]:
                 stages = dict(pp=1, vp=1, layers_per_stage=None)
                 train = dict(micro_batch_size=size, recompute="none")
                 yield changed(cfg, parallel=parallel | stages, train=train)
-
-
-def layouts(cfg: Config, world: int, machine: Machine) -> Iterator[Config]:
-    """List all layouts that a search can reach, the given one first, without recomputation."""
-    given = _whole(cfg)
-    yield given
-    for family in families(cfg, world, machine):
-        yield from (member for member in Family(family, world, machine).pipelines() if member != listed(given))
 
 
 def listed(cfg: Config) -> Config:
@@ -255,24 +245,6 @@ def _whole(cfg: Config) -> Config:
     return changed(cfg, train=dict(recompute="none"))
 
 
-class Quick(Step):
-    """A step of which only the whole time is wanted: what messages between stages add counts as a bubble."""
-
-    def timeline(self, transfer_seconds: float) -> Timeline:
-        return self.with_messages
-
-    def exposed_at_least(self) -> float:
-        """Bound what gradients and parameters add to the step: as if the schedule left them all the time they need."""
-        if self.memory.shards == 1:
-            return 0.0
-        chunks = dict.fromkeys(range(self.cfg.parallel.vp), [inf, 0.0, 0.0])
-        return max(self._data_rank(rank, chunks, inf)[0] for rank in range(self.cfg.parallel.pp))
-
-    @cached_property
-    def with_messages(self) -> Timeline:
-        return super().timeline(self.transfer_seconds)
-
-
 class _Search:
     """The state of a search: candidates, lowest bound first, and what was found."""
 
@@ -280,9 +252,9 @@ class _Search:
         self.cfg = _whole(cfg)
         self.given = listed(self.cfg)
         self.world, self.machine, self.count, self.smaller = world, machine, count, smaller
-        self.heap: list[Candidate] = []
+        self.heap: list[tuple[float, int, Candidate]] = []  # by lower bound; numbers order equal ones
         self.timed: list[Candidate] = []  # fastest first; seconds are those of the whole step
-        self.fastest: list[Candidate] = []  # of them those that recompute no more than they have to
+        self.fastest: list[Candidate] = []  # the same, without those that recompute more than they have to
         self.others: list[tuple[Config, float]] = []
         self.reasons: Counter = Counter()
         self.same: set = set()
@@ -295,24 +267,24 @@ class _Search:
         given = Family(self.cfg, self.world, self.machine)
         self.push(Candidate(given.member_at_least(self.cfg), self.cfg, given))
         while self.heap or closed:
-            if closed and (not self.heap or closed[-1][0] <= self.heap[0].seconds):
+            if closed and (not self.heap or closed[-1][0] <= self.heap[0][0]):
                 if closed[-1][0] > self.limit:
                     break
                 self.open(closed.pop()[-1])
-            elif self.heap[0].seconds > self.limit:
+            elif self.heap[0][0] > self.limit:
                 break
             else:
-                self.evaluate(heapq.heappop(self.heap))
-        for candidate in self.heap:
+                self.evaluate(heapq.heappop(self.heap)[-1])
+        for *_, candidate in self.heap:
             self.drop(candidate)
         self.reasons[TOO_SLOW] += sum(member != self.given for *_, family in closed for member in family.pipelines())
         best, smaller = self.fastest[: self.count], []
         for one in self.timed if self.smaller else ():
             if not smaller or one.gib < LESS * smaller[-1].gib:
                 smaller.append(one)
-        plans = {one.number: plan(one.cfg, self.world, self.machine) for one in (*best, *smaller)}
-        self.others += [(one.cfg, one.seconds) for one in self.fastest if one.number not in plans]
-        best, smaller = ([plans[one.number] for one in some] for some in (best, smaller))
+        plans = {one: plan(one.cfg, self.world, self.machine) for one in (*best, *smaller)}
+        self.others += [(one.cfg, one.seconds) for one in self.fastest if one not in plans]
+        best, smaller = ([plans[one] for one in some] for some in (best, smaller))
         # A layout that makes room by recomputing is one with the layout that stays eager.
         shown, others = {_whole(job.cfg) for job in best}, []
         for cfg, seconds in sorted(self.others, key=itemgetter(1)):
@@ -329,19 +301,19 @@ class _Search:
         most = self.fastest[self.count - 1].seconds
         return max(most, SLOWER * self.fastest[0].seconds) if self.smaller else most
 
-    def useful(self, candidate: Candidate) -> bool:
-        """Return whether a layout of at least so many seconds and GiB may be shown."""
+    def useful(self, candidate: Candidate, gib: float) -> bool:
+        """Return whether a layout of at least its seconds and so many GiB may be shown."""
         seconds, fastest = candidate.seconds, self.fastest
         if not candidate.extra and (len(fastest) < self.count or seconds < fastest[self.count - 1].seconds):
             return True
         if not self.smaller or fastest and seconds > SLOWER * fastest[0].seconds:
             return False
         faster = (one.gib for one in self.timed if one.seconds <= seconds * NEAR)
-        return candidate.gib < LESS * min(faster, default=inf)
+        return gib < LESS * min(faster, default=inf)
 
     def push(self, candidate: Candidate) -> None:
         self.numbers += 1
-        heapq.heappush(self.heap, replace(candidate, number=self.numbers))
+        heapq.heappush(self.heap, (candidate.seconds, self.numbers, candidate))
 
     def drop(self, candidate: Candidate, reason: str = TOO_SLOW) -> None:
         """Count why a layout is not planned, or list it if it fits."""
@@ -381,20 +353,20 @@ class _Search:
     def evaluate(self, candidate: Candidate) -> None:
         """Refine the bound of a layout: first its memory, then the whole plan."""
         if candidate.gib is not None:
-            if self.useful(candidate):
-                cfg = changed(candidate.cfg, train=dict(cuda_graph="off")) if candidate.stays_eager else candidate.cfg
-                step = Quick(cfg, self.world, self.machine)
-                candidate.seconds = total(step.seconds(step.timeline(step.transfer_seconds)))
-                for some in (self.timed,) if candidate.extra else (self.timed, self.fastest):
-                    insort(some, candidate)
-            else:
-                self.drop(candidate)
-            return
+            if not self.useful(candidate, candidate.gib):
+                return self.drop(candidate)
+            cfg = changed(candidate.cfg, train=dict(cuda_graph="off")) if candidate.stays_eager else candidate.cfg
+            step = Step(cfg, self.world, self.machine)
+            candidate.seconds = step.whole_seconds(step.timeline(step.transfer_seconds))
+            for some in (self.timed,) if candidate.extra else (self.timed, self.fastest):
+                insort(some, candidate, key=attrgetter("seconds"))
+            return None
         reason = self.check_memory(candidate)
         if not reason:
-            step = Quick(candidate.cfg, self.world, self.machine)
+            step = Step(candidate.cfg, self.world, self.machine)
             before = max(candidate.seconds + step.update_seconds(step.slowest), step.at_least())
-            self.push(replace(candidate, seconds=before + step.exposed_at_least()))
+            candidate.seconds = before + step.exposed_at_least()
+            self.push(candidate)
         t = candidate.cfg.train
         too_much, eager = reason == TOO_MUCH, candidate.stays_eager
         if t.recompute != RECOMPUTE[-1] and (too_much or eager or reason in ("", TOO_SLOW) and self.smaller):
@@ -403,8 +375,7 @@ class _Search:
             more.makes_room = eager or candidate.makes_room
             more.extra = candidate.extra or not (too_much or eager)
             self.push(more)
-            if too_much:
-                return
+            reason = "" if too_much else reason
         if reason:
             self.drop(candidate, reason)
 
@@ -425,12 +396,10 @@ class _Search:
             (lambda: sum(memory.lasting()), TOO_LARGE),
             (lambda: memory.peak()[1].total(), TOO_MUCH),
         ):
-            candidate.gib = measure() / 2**30
-            if candidate.gib > available_gib(self.machine):
-                candidate.gib = None
+            gib = measure() / 2**30
+            if gib > available_gib(self.machine):
                 return reason
-            if not self.useful(candidate):
-                candidate.gib = None
+            if not self.useful(candidate, gib):
                 return NOT_SMALLER if reason == TOO_LARGE else TOO_SLOW
-        candidate.stays_eager = no_room_for_graphs(memory, self.machine)
+        candidate.gib, candidate.stays_eager = gib, no_room_for_graphs(memory, self.machine)
         return ""

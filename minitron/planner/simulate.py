@@ -62,7 +62,7 @@ def simulate(
     rest = _per_stage("backward_seconds less weight_seconds", [b - w for b, w in zip(backward, weight)], stages)
     seconds = {Forward: forward, Backward: backward, BackwardInput: rest, BackwardWeight: weight}
     ranks = walk(schedule, seconds, transfer_seconds, meets)
-    assert all(rank.ended for rank in ranks), "a schedule that deadlocks: check() says where"
+    assert all(rank.ended for rank in ranks), "a schedule that deadlocks: check() names the action"
     makespan = max(rank.events[-1].end for rank in ranks)
     idle = tuple(makespan - sum(event.end - event.start for event in rank.events) for rank in ranks)
     return Timeline(schedule, tuple(event for rank in ranks for event in rank.events), makespan, idle)

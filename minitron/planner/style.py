@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 
+from minitron.config.files import errors_as
 from minitron.config.installed import pip_install
 
 WIDTH = 7.0  # inches
@@ -74,9 +75,8 @@ def styled(draw: Callable) -> Callable:
             import matplotlib.figure  # noqa: F401, here to say in one line what is missing
             import matplotlib.style
         except ImportError:
-            raise NoMatplotlib(
-                f"no picture was drawn: matplotlib is not installed; {pip_install('plot')}, or do without"
-            ) from None
+            fix = f"{pip_install('plot')}, or do without"
+            raise NoMatplotlib(f"no picture was drawn: matplotlib is not installed; {fix}") from None
         with matplotlib.style.context(["default", STYLE]):
             return draw(*args, **kwargs)
 
@@ -100,7 +100,6 @@ def save(figure, path: Path) -> None:
 
 def save_png(figure, path: Path) -> None:
     """Do the same for a tool's --png. Raises ValueError."""
-    try:
+    named = f"{path} cannot be written"
+    with errors_as(ValueError, lambda error: f"{named} ({error}); name another file with --png", OSError, ValueError):
         save(figure, path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be written ({error}); name another file with --png") from None

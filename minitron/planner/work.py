@@ -1,8 +1,8 @@
 """Seconds of one microbatch in one pipeline stage, forward and backward, by what they are spent on.
 
 The idea: a stage is a list of products, attention calls, passes over memory and messages at this rank's *local* sizes,
-and `minitron.planner.machine` knows the seconds of each. Per block and token (h hidden, f ffn, w = (n + 2 g) d the
-width of q, k, v, all divided by tp; s_ = s / tp with sequence parallelism):
+and `minitron.planner.machine` has a formula for the seconds of each. Per block and token (h hidden, f ffn,
+w = (n + 2 g) d the width of q, k, v, all divided by tp; s_ = s / tp with sequence parallelism):
 
     products      4 forward: h -> w, n d -> h, h -> f (gated: 2 f), f -> h; each again for dx and for dW
     attention     2 products of the pairs under the mask forward, 5 backward
@@ -40,33 +40,22 @@ from collections import Counter
 from functools import lru_cache
 from math import log2
 
+from minitron.config import sizes
 from minitron.config.schema import Config
-from minitron.config.sizes import (
-    COLUMN_PARALLEL,
-    GRAD_BYTES,
-    ITEM,
-    MOCK_DOCUMENT,
-    ROUNDED_ONCE,
-    adapters,
-    fp8_layers,
-    in_pieces,
-    linear_sizes,
-    stream_length,
-)
+from minitron.config.sizes import COLUMN_PARALLEL, GRAD_BYTES, ITEM, MOCK_DOCUMENT, ROUNDED_ONCE
 from minitron.planner.machine import Machine
 
 SecondsByPart = Counter  # seconds by part: gemm, attention, pointwise, host, {tp,cp}_exposed, {tp,cp}_hidden
-# Time of kernels/fused_attention.py with dropout over that of attention without: see benchmarks/ceilings.py
-# at GPT-3 175B's shape. 7 products in place of 5 in the backward, and ten integer instructions a score in three passes.
+# The constants below are measured: benchmarks/results/recipes.md and ceilings.py.
+# Time of kernels/fused_attention.py with dropout over that of attention without. It makes 7 products in place of 5 in
+# the backward, and draws the mask in three passes.
 FUSED_ATTENTION = 2.45
-# Documents in one call of it, without dropout, run at flash attention 2's rate for so many times their lengths: on an
-# H200, 32 heads of 128, 330 us for 4,096 tokens in documents of at most 512, 2.1 ms for 8,192 in ones of some 2,000.
+# Documents in one call of it, without dropout, run at flash attention 2's rate for so many times their lengths.
 PACKED_KEYS = 1.4
 # What dropout costs others, (forward, backward), by whether it is flash attention 2: cuDNN's forward is so fast that
-# drawing the mask takes as long. Measured with 16,384 tokens of heads of 128 on an H200, 2,048 to 8,192 a sequence.
+# drawing the mask takes as long.
 DROPPED = {False: (2.1, 1.2), True: (1.15, 1.1)}
-# Kernels and copies of a block, forward and backward, as counted on single ranks (results/recipes.md: 94 for tp 2,
-# 138 and 153 for tp 4 in bf16 and FP8, 207 for tp 8 with cp 2; 111 by NCCL), and the shares of both in the host's time.
+# Kernels and copies of a block, forward and backward together, and the shares of both in the host's time.
 NODES, NODES_PER_DOUBLING, NODES_OF_MESSAGES, NODES_OF_FP8, NODES_OF_RING, NODES_OF_ADAPTER = 50, 44, 60, 14, 25, 8
 SHARES = 0.37, 0.63
 UNFUSED_ATTENTION_BACK = 2.0  # its backward makes four products of whole matrices, its forward two
@@ -99,11 +88,14 @@ class StageTime:
     def __init__(self, cfg: Config, machine: Machine):
         m, p, t = cfg.model, cfg.parallel, cfg.train
         self.cfg, self.machine, self.model = cfg, machine, m
-        self.frozen, self.adapters = cfg.finetune.kind == "lora", adapters(cfg)
+        self.frozen, self.adapters = cfg.finetune.kind == "lora", sizes.adapters(cfg)
         self.grad_bytes = GRAD_BYTES[cfg.optimizer.grad_dtype]
+        # Local widths: the MLP's and with its gate, the attention's output, and q, k, v side by side.
+        self.f, self.nd = m.ffn_hidden_size // p.tp, m.num_heads * m.head_dim // p.tp
+        self.inner, self.w = self.f * (2 if m.family == "llama" else 1), self.nd + 2 * m.kv_heads * m.head_dim // p.tp
         self.tokens = t.seq_len * t.micro_batch_size // p.cp
-        self.slice = stream_length(cfg) * t.micro_batch_size  # rows between the products
-        self.in_pieces = machine.inside(p.tp, 1) and in_pieces(p.tp, p.sequence_parallel, p.overlap_tp)
+        self.slice = sizes.stream_length(cfg) * t.micro_batch_size  # rows between the products
+        self.in_pieces = machine.inside(p.tp, 1) and sizes.in_pieces(p.tp, p.sequence_parallel, p.overlap_tp)
         self.pieces = self._pieces() if self.in_pieces else [1.0]
         fabric = machine.fabric  # user buffers' copies take no barrier between kernels
         self.overlap_slowdown = fabric.piece_felt if self.in_pieces and not machine.software.ring else fabric.felt
@@ -120,7 +112,7 @@ class StageTime:
 
     def stage(self, layers: range, first: bool, last: bool) -> tuple[SecondsByPart, SecondsByPart]:
         """Time (forward, backward) of the blocks `layers`, with the embedding if `first` and the head if `last`."""
-        in_fp8 = fp8_layers(self.cfg.precision, self.model.num_layers)
+        in_fp8 = sizes.fp8_layers(self.cfg.precision, self.model.num_layers)
         apart = self.split and not first
         works = [self.block(layer in in_fp8, apart) for layer in layers]
         works += [self.embedding()] if first else []
@@ -132,10 +124,8 @@ class StageTime:
 
     def _block(self, fp8: bool, apart: bool = False) -> tuple[SecondsByPart, SecondsByPart]:
         m, p = self.model, self.cfg.parallel
-        h, f, nd = m.hidden_size, m.ffn_hidden_size // p.tp, m.num_heads * m.head_dim // p.tp
-        w, inner = nd + 2 * m.kv_heads * m.head_dim // p.tp, f * (2 if m.family == "llama" else 1)
         forward, backward = SecondsByPart(), SecondsByPart()
-        for layer, (k, n) in linear_sizes(m).items():
+        for layer, (k, n) in sizes.linear_sizes(m).items():
             n, k, message = (n // p.tp, k, "gather") if layer in COLUMN_PARALLEL else (n, k // p.tp, "scatter")
             self._linear(n, k, message, fp8, apart, forward, backward)
         for layer, adapter in self.adapters.items():
@@ -147,7 +137,7 @@ class StageTime:
                 backward["put_off"] += self.machine.moved(x + y)
         attend = self._attention(forward, backward)
         nodes = self._nodes(fp8)
-        for whole, moved, share in zip((forward, backward), self._passes(fp8, nd, w, f, inner), SHARES):
+        for whole, moved, share in zip((forward, backward), self._passes(fp8), SHARES):
             whole["pointwise"] += self.machine.moved(moved) + self.machine.device.gap_seconds * nodes * share
         recompute = self.cfg.train.recompute
         if recompute == "full":
@@ -155,8 +145,8 @@ class StageTime:
         elif recompute == "selective" and not self.fused:  # as Megatron: attention's core
             backward["attention"] += attend
         elif recompute == "selective":  # norms and the activation once more, where a product's input is needed again
-            norm = 2 * self.slice * h
-            remade = {"attention.qkv": norm, "mlp.up": norm, "mlp.down": self.tokens * (inner + f)}
+            norm = 2 * self.slice * m.hidden_size
+            remade = {"attention.qkv": norm, "mlp.up": norm, "mlp.down": self.tokens * (self.inner + self.f)}
             for layer, size in remade.items():
                 if not self.frozen or layer in self.adapters:
                     backward["pointwise"] += self.machine.moved(size * ITEM)
@@ -217,8 +207,8 @@ class StageTime:
     def _with(self, parts: SecondsByPart, bytes_per_token: int, product_seconds: float, *, gather: bool) -> None:
         """Add a message over tp that a product needs, or that needs the product: in pieces, or alone.
 
-        A gather's pieces arrive one after another, and each is multiplied when it is there; a rank's own is there. What
-        is scattered is multiplied in the opposite order, and each piece leaves when it is made.
+        A gather's pieces arrive one after another, the rank's own piece first and without a copy. Each is multiplied
+        when it has arrived. A scatter's pieces are computed in the opposite order; each is sent when it is complete.
         """
         if not self.in_pieces:
             return self._beside(parts, bytes_per_token, 0.0)
@@ -257,7 +247,7 @@ class StageTime:
         """Add attention and its messages; return the seconds of its forward."""
         m, p, t = self.model, self.cfg.parallel, self.cfg.train
         keys = document_tokens(self.cfg)
-        share = m.num_heads * m.head_dim // p.tp
+        share, kv = self.nd, self.w - self.nd
         pairs = t.micro_batch_size * t.seq_len * keys / 2 / p.cp
         ring = p.cp > 1 and p.cp_style != "ulysses"
         length = keys / p.cp if ring else keys  # of a kernel's call
@@ -269,7 +259,7 @@ class StageTime:
         length *= PACKED_KEYS if packed else 1
         attend, back = (self.machine.attention(x * one_way, length, m.head_dim, flash=flash) for x in (1, 2.5))
         if m.attention == "reference":
-            attend, back = self._unfused(share)
+            attend, back = self._unfused()
         elif m.attention == "fused" and not packed or m.attention_dropout and self.fused:
             attend, back = (x * FUSED_ATTENTION for x in (attend, back))
         elif m.attention_dropout:
@@ -278,7 +268,6 @@ class StageTime:
         backward["attention"] += back
         if p.cp == 1:
             return attend
-        kv = 2 * m.kv_heads * m.head_dim // p.tp
         if p.cp_style == "ulysses":
             moved = self.machine.collective(self.tokens * (2 * share + kv) * ITEM, p.cp, p.tp)
             forward["cp_exposed"] += moved
@@ -294,7 +283,7 @@ class StageTime:
         backward["cp_exposed"] += sums  # the last hop brings the gradients home
         return attend
 
-    def _unfused(self, share: int) -> tuple[float, float]:
+    def _unfused(self) -> tuple[float, float]:
         """Time attention that writes every score, (forward, backward): products of whole matrices, and passes.
 
         `reference` keeps scores in float32: a mask, a softmax and what they read and write; Megatron's unfused
@@ -310,9 +299,9 @@ class StageTime:
         forward, backward = (self.machine.moved((a + b) * scores) for a, b in zip(passes, dropped))
         return 2 * product + forward, 2 * UNFUSED_ATTENTION_BACK * product + backward
 
-    def _passes(self, fp8: bool, nd: int, w: int, f: int, inner: int) -> tuple[float, float]:
-        """Count the bytes of the forward and of the backward; kernels/fused.py says what each kernel moves."""
-        m, p = self.model, self.cfg.parallel
+    def _passes(self, fp8: bool) -> tuple[float, float]:
+        """Count the bytes of the forward and of the backward; kernels/fused.py lists what each kernel moves."""
+        m, p, nd, w, f, inner = self.model, self.cfg.parallel, self.nd, self.w, self.f, self.inner
         h, llama, t, rows = m.hidden_size, m.family == "llama", self.tokens, self.slice
         forward = backward = 2 * 4 * h * ITEM * rows
         if m.positions == "rope":
@@ -325,7 +314,7 @@ class StageTime:
         if m.hidden_dropout:
             forward, backward = forward + 2 * 5 * h * ITEM * rows, backward + 2 * 2 * h * ITEM * rows
         if not self.fused:
-            more = self._unfused_passes(fp8, nd, w, f, inner)
+            more = self._unfused_passes(fp8)
             forward, backward = forward + more[0], backward + more[1]
         if self.in_pieces:  # a scatter ends in a sum of tp pieces
             forward, backward = (x + 2 * h * ITEM * (t + rows) for x in (forward, backward))
@@ -343,7 +332,7 @@ class StageTime:
             forward, backward = forward + cast * f * t, backward + cast * inner * t
         return forward, backward
 
-    def _unfused_passes(self, fp8: bool, nd: int, w: int, f: int, inner: int) -> tuple[float, float]:
+    def _unfused_passes(self, fp8: bool) -> tuple[float, float]:
         """Count the bytes that Transformer Engine's and Megatron's kernels move beyond those of kernels/fused.py.
 
         Residual sums are not part of norms: a sum reads 2 and writes 1, a norm reads 1 and writes 1, backward 3 and 3.
@@ -353,9 +342,9 @@ class StageTime:
         h, t, rows = self.model.hidden_size, self.tokens, self.slice
         forward, backward = 2 * h * ITEM * rows, 4 * h * ITEM * rows
         if self.model.positions == "rope":
-            backward += 2 * (w - (w - nd) // 2) * ITEM * t
+            backward += 2 * (self.w - (self.w - self.nd) // 2) * ITEM * t
         if fp8 and self.model.family == "llama":
-            forward, backward = forward + 2 * f * ITEM * t, backward + 2 * inner * ITEM * t
+            forward, backward = forward + 2 * self.f * ITEM * t, backward + 2 * self.inner * ITEM * t
         for layer, adapter in self.adapters.items():
             x, y = (rows, t / self.cfg.parallel.tp) if layer in COLUMN_PARALLEL else (t / self.cfg.parallel.tp, rows)
             extra = 2 * x * adapter.inputs + 3 * y * adapter.outputs
@@ -369,12 +358,12 @@ class StageTime:
         m, tp = self.model, self.cfg.parallel.tp
         rows = m.hidden_size * self.tokens
         table = 0 if self.fused else m.padded_vocab_size // tp * m.hidden_size
-        moved = self.machine.collective(rows * ITEM, tp, 1)
-        forward, backward = (
-            SecondsByPart(pointwise=self.machine.moved(num_bytes), tp_exposed=moved)
-            for num_bytes in (3 * ITEM * rows, 5 * self.grad_bytes * rows + 2 * (ITEM + self.grad_bytes) * table)
-        )
-        return forward, SecondsByPart() if self.frozen else backward
+        message = self.machine.collective(rows * ITEM, tp, 1)
+        read, added = 3 * ITEM * rows, 5 * self.grad_bytes * rows + 2 * (ITEM + self.grad_bytes) * table
+        forward = SecondsByPart(pointwise=self.machine.moved(read), tp_exposed=message)
+        if self.frozen:
+            return forward, SecondsByPart()
+        return forward, SecondsByPart(pointwise=self.machine.moved(added), tp_exposed=message)
 
     def head(self, apart: bool = False) -> tuple[SecondsByPart, SecondsByPart]:
         """Time the final norm, the product with the vocabulary and the loss.

@@ -22,7 +22,9 @@ planner/failures.py predicts these shares.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -38,7 +40,6 @@ FIRST_TIMES = 2.0  # times the median: the time beyond the median of a first ste
 NEEDED = {"run": ("first_step",), "step": ("step", "step_seconds")}  # numbers in rows of these kinds
 OPTIONAL = "time", "started", "load_seconds", "stall_seconds", "seconds"  # numbers, where a row has them
 LARGEST = 1e15  # of these numbers
-ROW_CHARACTERS = 16 << 20  # at most; rows of a run have a number of each rank
 
 
 class Goodput(NamedTuple):
@@ -72,24 +73,22 @@ class Goodput(NamedTuple):
 
 @dataclass
 class Attempt:
-    """One start of a run. steps: (number, seconds without stalls). end: the time of its last row."""
+    """One start of a run. seconds: by part. steps: (number, seconds without stalls). begun, end: the times when its
+    first step began, and of its last row."""
 
     first_step: int
     started: float
-    load: float
     end: float
-    stalls: float = 0.0
-    evaluation: float = 0.0
-    first_begun: float | None = None
+    seconds: Counter
+    begun: float | None = None
     steps: list[tuple[int, float]] = field(default_factory=list)
 
 
 def of_run(path: Path, last: dict) -> Goodput | None:
     """Measure a run from its metrics.jsonl and the row `last`, which is not written yet; None if the disk fails."""
-    try:
+    with suppress(OSError, ValueError):  # the disk has failed, or the file is not of a run
         return measure(chain(rows(path), [last]))
-    except (OSError, ValueError):  # the disk has failed, or the file is not of a run
-        return None
+    return None
 
 
 def measure(rows: Iterable[dict]) -> Goodput | None:
@@ -104,19 +103,22 @@ def measure(rows: Iterable[dict]) -> Goodput | None:
         if not is_ours(row):
             skipped += 1
         elif kind == "run" and now is not None:
-            before = attempts[-1].end if attempts else -math.inf
-            started = max(before, row.get("started", now))
-            attempts.append(Attempt(row["first_step"], started, row.get("load_seconds", 0.0), max(started, now)))
+            started = row.get("started", now)
+            if attempts:
+                started = max(attempts[-1].end, started)
+                attempts[-1].seconds["waiting"] = started - attempts[-1].end
+            load = Counter(load=row.get("load_seconds", 0.0))
+            attempts.append(Attempt(row["first_step"], started, max(started, now), load))
         elif now is not None and attempts:
-            attempt = attempts[-1]
-            attempt.end, stall = max(attempt.end, now), row.get("stall_seconds", 0.0)
-            attempt.stalls += stall
+            attempt, stall = attempts[-1], row.get("stall_seconds", 0.0)
+            attempt.end = max(attempt.end, now)
+            attempt.seconds["saves"] += stall
             if kind == "step":
+                if attempt.begun is None:
+                    attempt.begun = now - row["step_seconds"]
                 attempt.steps.append((row["step"], max(0.0, row["step_seconds"] - stall)))
-                if attempt.first_begun is None:
-                    attempt.first_begun = now - row["step_seconds"]
             elif kind == "eval":
-                attempt.evaluation += row.get("seconds", 0.0)
+                attempt.seconds["evaluation"] += row.get("seconds", 0.0)
     return _account(attempts, skipped) if attempts else None
 
 
@@ -130,29 +132,21 @@ def is_ours(row: dict) -> bool:
 
 
 def _account(attempts: list[Attempt], skipped: int) -> Goodput:
-    seconds, lost_steps, redone_from = dict.fromkeys(PARTS, 0.0), 0, math.inf
+    """Divide the time of each start, the last one first, since a later start tells which steps were lost."""
+    lost_steps, redone_from = 0, math.inf
     typical = median([s for attempt in attempts for _, s in attempt.steps] or [0.0])
-    for attempt, later in zip(reversed(attempts), [None, *reversed(attempts)]):
-        begun = attempt.end if attempt.first_begun is None else attempt.first_begun
+    for attempt in reversed(attempts):
+        parts, begun = attempt.seconds, attempt.end if attempt.begun is None else attempt.begun
+        parts["start"] = max(0.0, begun - attempt.started - parts["load"])
         own = median([s for _, s in attempt.steps]) if len(attempt.steps) > 2 else typical
-        start, train, lost = max(0.0, begun - attempt.started - attempt.load), 0.0, 0.0
         for i, (step, taken) in enumerate(attempt.steps):
             if i < FIRST_STEPS and taken > FIRST_TIMES * own:
-                start, taken = start + taken - own, own
-            train, lost = (train + taken, lost) if step < redone_from else (train, lost + taken)
+                parts["start"] += taken - own
+                taken = own
+            parts["training" if step < redone_from else "lost"] += taken
             lost_steps += step >= redone_from
-        known = start + attempt.load + train + lost + attempt.stalls + attempt.evaluation
-        parts = {
-            "training": train,
-            "start": start,
-            "load": attempt.load,
-            "lost": lost,
-            "saves": attempt.stalls,
-            "evaluation": attempt.evaluation,
-            "waiting": 0.0 if later is None else later.started - attempt.end,
-            "other": max(0.0, attempt.end - attempt.started - known),
-        }
-        for part, more in parts.items():
-            seconds[part] += more
+        known = parts.total() - parts["waiting"]
+        parts["other"] = max(0.0, attempt.end - attempt.started - known)
         redone_from = min(redone_from, attempt.first_step)
+    seconds = {part: sum(attempt.seconds[part] for attempt in attempts) for part in PARTS}
     return Goodput(seconds, len(attempts), lost_steps, skipped)

@@ -1,18 +1,25 @@
 """The leader of a run: which nodes take part in the next round, what ended the last one, and when the run ends.
 
 A round is one start of all ranks. The leading node keeps its state in the files of supervisor.py alone, so another
-node can take over between any two of them.
+node can take over after any write.
 
-    none --nodes have come--> run 1 --all ended with 0--> end 0
-                                |  ^
-      a rank failed, a node died|  |enough nodes are left, after a backoff
-                                v  |
-                              stop 1 --no ranks are left--> cause, verdict --> end
+    none --enough nodes--> run --a rank failed, a node is lost--> stop --no ranks are left--> run ... --> end
 
-The run ends if three rounds in a row fail after the same step. It also ends if the first round fails by itself before
-its first step, because that is a user error. A node whose ranks were the cause twice in a row is left out if there is
-a spare. Each node checks itself after a stop (health.py). A node with unfit GPUs is left out for good. A node with a
-poor log.dir or clock is left out of a round only if there are enough others, since a full disk may be the same for all.
+    state   what has happened                                               next   status
+    none    a node got a signal to stop                                     end    REQUEUE
+            enough nodes have come, and all spares or SPARES_SECONDS        run
+            too few have come after --gather-seconds                        end    REQUEUE
+    run     all ranks ended with 0; or a node leaves and none replaces it   end    0
+            all ranks ended with 0, since a node leaves                     stop
+            a rank or an agent failed, a node is lost                       stop
+    stop    a node got a signal to stop                                     end    REQUEUE
+            a reason in `verdict`: to start again would not help            end    1
+            too few nodes are left after --rejoin-seconds                   end    REQUEUE
+            otherwise, after a backoff                                      run
+
+A node whose ranks were the cause twice in a row is left out if there is a spare. A node with a broken device or unfit
+GPUs (health.py) is left out for good. A node with a poor log.dir or clock is left out of a round only if there are
+enough others, since a full disk may be the same for all.
 """
 
 from __future__ import annotations
@@ -28,6 +35,7 @@ import uuid
 from collections import Counter
 from contextlib import closing, suppress
 from datetime import datetime
+from itertools import takewhile
 from pathlib import Path
 from time import monotonic
 
@@ -37,7 +45,11 @@ from minitron.runtime.sinks import File
 from minitron.runtime.status import BROKEN, HUNG, LOST, REQUEUE, TAKEN
 
 STUCK = "has ranks that SIGKILL does not end"  # why a node leaves that must not get another round
+SPARES_SECONDS = 10.0  # that the first round waits for spares
 SETTLE_SECONDS = 6.0  # ranks report a hang up to five seconds apart; the rank that never reports is the one that hangs
+# How a rank ended, by its status, and its order: the cause of a round is the end with the lowest one. A node that
+# leaves has 0, a lost node 1, a signal 2, any other status 4.
+ENDS = {BROKEN: (3, "has a broken device"), HUNG: (6, "hung"), LOST: (7, "lost its partners")}
 SIGNALS = {number.value: number.name for number in signal.Signals}
 SAME_STEP = 3  # failures after the same step that end a run
 CLOCK_SECONDS = 60.0  # by which clocks of nodes may differ
@@ -46,6 +58,7 @@ TAIL_BYTES = 16 << 20  # of metrics.jsonl that hold the last step: rows with a n
 # A heartbeat and a round before the first start. supervisor.py describes their fields.
 IDLE = {"round": "", "state": "idle", "ended": {}, "said": {}, "leaving": "", "stopping": False}
 IDLE |= {"time": 0.0, "looked": "", "unfit": "", "poor": ""}
+GONE = IDLE | {"state": "lost"}  # stands for the heartbeat of a node that is dead
 START = {"number": 0, "key": "", "state": "none", "nodes": [], "parts": {}, "failures": [], "excluded": [], "left": ""}
 START |= {"stopped": 0.0, "status": 0}
 # The forms of the files, see `matches`. A file of another form is skipped.
@@ -61,8 +74,8 @@ class Leader:
     def __init__(self, args: argparse.Namespace, folder: Path):
         self.args, self.folder = args, folder
         self.seen: dict[int, tuple[dict, float]] = {}  # the last heartbeat of each node, and when it was new
-        self.known = START  # the last round that was read
-        self.skipped: Counter[str] = Counter()  # by file, how often something in it was not ours
+        self.known: dict[str, dict] = {}  # by file, what was last read from it
+        self.skipped: Counter[str] = Counter()  # by file, how often it had another form
         self.looked = monotonic()
         self.since: tuple[str, float] = "", self.looked  # what the leader waits for, and since when
         self.reported: tuple | None = None  # the last round that was reported, and its status
@@ -70,19 +83,22 @@ class Leader:
     # ---- the files --------------------------------------------------------------------------------------------------
 
     def read(self, name: str, form: dict) -> dict | None:
-        """Read a file of `write_json_atomically`; None if there is none, {} if it has another form.
+        """Read a file of `write_json_atomically`; None if there is none.
 
-        A machine that loses its power can leave an empty or torn file.
+        A machine that loses its power can leave an empty or torn file. What was read before counts then.
         """
+        value = None
         try:
-            if matches(value := read_json(self.folder / name), form):
-                return value
+            value = read_json(self.folder / name)
         except FileNotFoundError:
             return None
         except ValueError:
             pass
-        self.skip(name)
-        return {}
+        if matches(value, form):
+            self.known[name] = value
+        else:
+            self.skip(name)
+        return self.known.get(name)
 
     def skip(self, name: str) -> None:
         """Count something of another form in a file, and print a line the first time."""
@@ -91,10 +107,7 @@ class Leader:
             self.say(f"{name} has something in it that is not minitron's: skipped")
 
     def round(self) -> dict:
-        """Read the round; the last one that was read if the file has another form now."""
-        round_ = self.read("round.json", ROUND)
-        self.known = START if round_ is None else round_ or self.known
-        return self.known
+        return self.read("round.json", ROUND) or START
 
     def alive(self, node: int) -> dict | None:
         """Read the heartbeat of a node; None if the node is dead or has not come yet."""
@@ -103,12 +116,13 @@ class Leader:
             return None
         now = monotonic()
         if now - self.looked > self.args.dead_seconds / 2:  # this node or the disk was suspended
-            self.seen = {node: (beat, now) for node, (beat, _) in self.seen.items()}
+            self.seen = {}
         self.looked = now
-        known, since = self.seen.get(node, ({}, 0.0))
-        if beat not in ({}, known):
-            known, since = self.seen[node] = beat, now
-        return known if known and now - since < self.args.dead_seconds else None
+        known, since = self.seen.get(node, (None, now))
+        if beat != known:
+            since = now
+            self.seen[node] = beat, now
+        return beat if now - since < self.args.dead_seconds else None
 
     def leads(self, node: int) -> bool:
         return all(self.alive(lower) is None for lower in range(node))
@@ -152,23 +166,23 @@ class Leader:
             self.since = key, monotonic()
         return monotonic() - self.since[1]
 
-    # These three return the state that follows, None if the present one lasts. alive: the heartbeat of each live node.
-    # usable: heartbeats of the nodes that can take part in the next round.
+    # These three are the table above. They return the round that follows, None if the present state lasts. alive: the
+    # heartbeat of each live node. usable: heartbeats of the nodes that can take part in the next round.
 
     def gather(self, round_: dict, alive: dict, usable: list) -> dict | None:
-        enough = len(usable) >= self.args.nodes
         if stopping := [beat["host"] for beat in alive.values() if beat["stopping"]]:
             return self.end(round_, REQUEUE, f"{stopping[0]} got a signal to stop")
-        if enough and (len(usable) == self.args.nodes + self.args.spares or self.waited(round_, "spares") > 10):
-            return self.next(round_, usable)
-        if not enough and self.waited(round_, "nodes") > self.args.gather_seconds:
-            return self.end(round_, REQUEUE, f"only {len(usable)} of {self.args.nodes} nodes have come")
-        return None
+        if len(usable) < self.args.nodes:
+            late = self.waited(round_, "nodes") > self.args.gather_seconds
+            why = f"only {len(usable)} of {self.args.nodes} nodes have come"
+            return self.end(round_, REQUEUE, why) if late else None
+        complete = len(usable) == self.args.nodes + self.args.spares
+        return self.next(round_, usable) if complete or self.waited(round_, "spares") > SPARES_SECONDS else None
 
     def train(self, round_: dict, alive: dict, usable: list) -> dict | None:
         members = [self.member(round_, node, alive) for node in round_["nodes"]]
-        states = {beat["state"] if beat is not None else "lost" for beat in members}
-        statuses = {status for beat in members if beat is not None for status in beat["ended"].values()}
+        states = {beat["state"] for beat in members}
+        statuses = {status for beat in members for status in beat["ended"].values()}
         if states == {"done"}:
             left = "; ".join(f"{beat['host']} {beat['leaving']}" for beat in members if beat["leaving"])
             go_on = len(usable) >= self.args.nodes or self.args.rejoin_seconds
@@ -183,20 +197,19 @@ class Leader:
 
     def restart(self, round_: dict, alive: dict, usable: list) -> dict | None:
         members = [self.member(round_, node, alive) for node in round_["nodes"]]
-        busy = any(beat is not None and beat["state"] in ("running", "failed") for beat in members)
+        busy = any(beat["state"] in ("running", "failed") for beat in members)
         if busy or any(beat["looked"] != round_["key"] for beat in usable):
             return None
-        status, node, cause = (0, None, round_["left"]) if round_["left"] else self.cause(round_, members)
-        failures = [*round_["failures"], [self.step(), node]] if status != 0 else round_["failures"]
-        known = round_ | {"failures": failures}
-        if status == BROKEN or node is not None and [n for _, n in failures[-2:]] == [node] * 2:
-            others = [beat for beat in usable if beat["host"] != node]
-            if status == BROKEN or len(others) >= self.args.nodes:
-                usable, known = others, known | {"excluded": [*round_["excluded"], node]}
-        if unfit := [beat for beat in usable if beat["unfit"]]:
-            usable = [beat for beat in usable if not beat["unfit"]]
-            known["excluded"] = [*known["excluded"], *(beat["host"] for beat in unfit)]
-            cause += "".join(f"; {beat['host']} is left out: {beat['unfit']}" for beat in unfit)
+        status, host, cause = (0, None, round_["left"]) if round_["left"] else self.cause(round_, members)
+        failures = [*round_["failures"], [self.step(), host]] if status != 0 else round_["failures"]
+        out = {beat["host"]: beat["unfit"] for beat in usable if beat["unfit"]}  # for good, and why
+        cause += "".join(f"; {unfit} is left out: {why}" for unfit, why in out.items())
+        others = [beat for beat in usable if beat["host"] != host]
+        twice = host is not None and [one for _, one in failures[-2:]] == [host, host]
+        if status == BROKEN or twice and len(others) >= self.args.nodes:
+            out[host] = cause
+        usable = [beat for beat in usable if beat["host"] not in out]
+        known = round_ | {"failures": failures, "excluded": [*round_["excluded"], *out]}
         if any(beat["stopping"] for beat in alive.values()):
             return self.end(known, REQUEUE, cause)
         if status != 0 and (over := self.verdict(status, failures)):
@@ -206,7 +219,7 @@ class Leader:
                 leaves = any(beat["leaving"] or beat["unfit"] for beat in alive.values()) and not round_["left"]
                 return known | {"left": cause} if leaves else None  # a node that leaves may go
             pairs = zip(round_["nodes"], members)
-            lost = [node["host"] for node, beat in pairs if beat is None or beat["leaving"].startswith(STUCK)]
+            lost = [node["host"] for node, beat in pairs if beat is GONE or beat["leaving"].startswith(STUCK)]
             known["excluded"] = list(dict.fromkeys([*known["excluded"], *lost]))
             return self.end(known, REQUEUE, f"{cause}; {len(usable)} nodes are left of {self.args.nodes}")
         if status != 0 and self.waited(round_, "backoff") < self.args.backoff_seconds * (repeated(failures) - 1):
@@ -215,7 +228,7 @@ class Leader:
         return self.next(known, usable)
 
     def verdict(self, status: int | None, failures: list) -> str:
-        """Say why the run is not started again; empty if it is.
+        """Return why the run is not started again; empty if it is.
 
         If the first start fails by itself, the cause is a user error. A step that has failed three times will fail
         again. If two runs save in one checkpoint.dir, only the later one goes on, or each would take it back for ever.
@@ -230,38 +243,37 @@ class Leader:
         return f"the run has failed {same} times after step {failures[-1][0] or 0}" if same >= SAME_STEP else ""
 
     @staticmethod
-    def member(round_: dict, node: dict, alive: dict) -> dict | None:
-        """Return the heartbeat of a round's node; None if the node is dead or its supervisor was started again."""
+    def member(round_: dict, node: dict, alive: dict) -> dict:
+        """Return the heartbeat of a round's node; GONE if the node is dead or its supervisor was started again."""
         beat = alive.get(node["node"])
         if beat is None or beat["life"] != node["life"]:
-            return None
+            return GONE
         begun = beat["round"] == round_["key"]
         return beat if begun else beat | {"state": "idle", "ended": {}, "said": {}}
 
     def cause(self, round_: dict, members: list) -> tuple[int | None, str | None, str]:
-        """Find the cause among its consequences: (status of its rank, its host, one line)."""
-        found, standing = [], []
+        """Find the cause among its consequences: (status of its rank, its host, one line). ENDS has the order."""
+        found, standing, ranks = [], [], self.args.ranks
         for i, (node, beat) in enumerate(zip(round_["nodes"], members)):
             host = node["host"]
-            if beat is None:
+            if beat is GONE:
                 found.append((1, None, host, f"node {node['node']} ({host}) is lost"))
                 continue
             if beat["leaving"] and BROKEN not in beat["ended"].values():
                 found.append((0, 0, host, f"{host} {beat['leaving']}"))
             for local, status in beat["ended"].items():
-                name = f"rank {i * self.args.ranks + int(local)}" if local.isdecimal() else f"the {local}"
-                how = f"was killed by {SIGNALS.get(-status, -status)}" if status < 0 else f"ended with status {status}"
-                how = {HUNG: "hung", LOST: "lost its partners", BROKEN: "has a broken device"}.get(status, how)
-                order = 2 if status < 0 else {BROKEN: 3, HUNG: 6, LOST: 7}.get(status, 4)
+                name = f"rank {i * ranks + int(local)}" if local.isdecimal() else f"the {local}"
+                order, how = ENDS.get(status, (4, f"ended with status {status}"))
+                if status < 0:
+                    order, how = 2, f"was killed by {SIGNALS.get(-status, -status)}"
                 said = f": {beat['said'][local]}" if local in beat["said"] else ""
                 if status:
                     found.append((order, status, host, f"{name} on {host} {how}{said}"))
-            gone = {int(local) for local in beat["ended"] if local.isdecimal()}
-            standing += [(i * self.args.ranks + k, host) for k in range(self.args.ranks) if k not in gone]
-        first = min(found, key=lambda f: f[0], default=(8, None, None, "a node was late with its heartbeats"))
-        if first[0] >= 6 and standing and any(status == HUNG for _, status, _, _ in found):  # all others reported it
-            ranks = ", ".join(f"{rank} on {host}" for rank, host in standing[:4])
-            return HUNG, standing[0][1], f"rank {ranks} stood still"
+            standing += [(i * ranks + k, host) for k in range(ranks) if str(k) not in beat["ended"]]
+        first = min(found, key=lambda end: end[0], default=(8, None, None, "a node was late with its heartbeats"))
+        if first[0] >= ENDS[HUNG][0] and standing and any(status == HUNG for _, status, _, _ in found):
+            waited_for = ", ".join(f"{rank} on {host}" for rank, host in standing[:4])
+            return HUNG, standing[0][1], f"rank {waited_for} stood still"
         return first[1:]
 
     def next(self, round_: dict, usable: list) -> dict:
@@ -270,12 +282,13 @@ class Leader:
         chosen = sorted(usable, key=lambda beat: beat["host"] in poor)[: self.args.nodes]
         nodes = [{key: beat[key] for key in NODE} for beat in usable if beat in chosen]
         for host, why in poor.items():
-            taken = host in [node["host"] for node in nodes]
+            taken = any(node["host"] == host for node in nodes)
             self.say(f"{host} {'takes part, as no other node is left' if taken else 'is left out'}: {why}")
-        passed = max(0.0, time.time() - round_["stopped"]) if round_["state"] == "stop" else None
-        ended = {} if passed is None else {"end_seconds": round(passed, 2)}
-        start = {"number": round_["number"] + 1, "key": uuid.uuid4().hex, "parts": round_["parts"] | ended}
-        return round_ | start | {"state": "run", "nodes": nodes, "left": ""}
+        start = {"number": round_["number"] + 1, "key": uuid.uuid4().hex, "state": "run", "nodes": nodes, "left": ""}
+        if round_["stopped"]:
+            passed = max(0.0, time.time() - round_["stopped"])
+            start["parts"] = round_["parts"] | {"end_seconds": round(passed, 2)}
+        return round_ | start
 
     def poor(self, beat: dict) -> str:
         """Describe why another node is preferred to this one; empty if none is."""
@@ -307,7 +320,8 @@ class Leader:
 
 def repeated(failures: list) -> int:
     """Count the last failures that came after the same step."""
-    return [*(step == failures[-1][0] for step, _ in reversed(failures)), False].index(False)
+    last = failures[-1][0]
+    return len(list(takewhile(lambda failure: failure[0] == last, reversed(failures))))
 
 
 def matches(value: object, form: object) -> bool:

@@ -60,8 +60,8 @@ from minitron.supervise.lead import HEARTBEAT, IDLE, STUCK, Leader, write_json_a
 POLL_SECONDS = 0.1
 PORTS = 100
 LEFT = 128 + signal.SIGTERM
-# Ranks that survive SIGKILL this long hang in a driver. Their node leaves the run. A rank with 30 GB of locked
-# memory takes three seconds to end. A supervisor that waits so long for a disk or a device counts as dead, too.
+# Ranks that survive SIGKILL this long hang in a driver, and their node leaves the run. Ranks with much locked memory
+# need some seconds to end. A supervisor that waits so long for a disk or a device counts as dead, too.
 KILL_SECONDS = 120.0
 
 
@@ -116,7 +116,7 @@ class Supervisor:
                     self.path.unlink(missing_ok=True)
 
     def listen(self, numbers: Sequence[signal.Signals]) -> None:
-        """Pass signals to the ranks, from a thread of its own: the main thread may wait for a disk.
+        """Pass signals to the ranks. This runs in a thread, because the main thread may wait for a disk.
 
         A scheduler sends a signal to every process, so a rank gets it twice. A rank ignores a second one only within
         some seconds; a later one ends it during its last save (runtime/stop.py). So a second Ctrl+C kills the ranks
@@ -185,17 +185,25 @@ class Supervisor:
             self.leader.seen = {}
 
     def follow(self, round_: dict) -> int | None:
-        """Start or kill the ranks as the round has it; return this node's status if the run is over for it."""
+        """Do what the round requires of this node; return its status if the run is over for it.
+
+        round                           ranks run here                  no ranks run here
+        run, with this node             go on; kill those of another    start them
+        run without it                  kill them                       wait; LEFT if it is unfit or leaves
+        stop                            kill them                       check the node; LEFT if it is unfit or leaves
+        end                             kill them                       the status of the run
+        """
         members = [(node["node"], node["life"]) for node in round_["nodes"]]
         mine, beat = (self.args.node, self.heartbeat["life"]), self.heartbeat
-        wanted, begun = round_["state"] == "run" and mine in members, beat["state"] in ("running", "failed")
+        wanted = round_["state"] == "run" and mine in members
         new = wanted and round_["key"] != beat["round"]  # two leaders at once can write one number twice
-        if new and not begun:
+        if beat["state"] in ("running", "failed"):
+            if new or not wanted:
+                self.ending = self.ending or monotonic()
+                self.agent.signal(signal.SIGKILL)
+            return None
+        if new:
             self.start(round_, members.index(mine))
-        elif begun and (new or not wanted):
-            self.ending = self.ending or monotonic()
-            self.agent.signal(signal.SIGKILL)
-        if self.ending or round_["state"] != "end" and beat["state"] in ("running", "failed"):
             return None
         if round_["state"] == "end":
             return round_["status"]

@@ -20,7 +20,7 @@ from minitron.planner import cost, pictures
 from minitron.planner.draw import draw_svg
 from minitron.planner.failures import predict
 from minitron.planner.fit import memory_options, written
-from minitron.planner.machine import read_machines
+from minitron.planner.machine import choose_machine, read_machines
 from minitron.planner.memory import Memory
 from minitron.planner.plan import available_gib, plan
 from minitron.planner.published import PUBLISHED
@@ -30,6 +30,15 @@ ROOT = Path(__file__).resolve().parents[2]
 LLAMA = [str(ROOT / "configs" / "llama3_8b.yaml"), *DATA_PARALLEL]
 KEYS = [*LLAMA, "train.global_batch_size=32", "parallel.tp=2"]
 DP8 = [*KEYS, "--world", "8", "--device", "h100"]
+
+
+def never_fails(job):
+    return 1.0
+
+
+def machine_of(argv):
+    options = tool.parse(argv)
+    return choose_machine(options.device, options.fabric, options.software, options.devices)
 
 
 def printed(capsys, *argv):
@@ -42,7 +51,7 @@ def printed(capsys, *argv):
 
 def test_json_and_table_say_the_same(capsys):
     record, table = json.loads(printed(capsys, *DP8, "--json", "--tokens", "2e12")), printed(capsys, *DP8)
-    job = plan(cli.load(KEYS), 8, tool.chosen(tool.parse(DP8)))
+    job = plan(cli.load(KEYS), 8, machine_of(DP8))
     assert record["step_seconds"] == job.step_seconds and record["mfu_percent"] == job.mfu_percent
     assert record["memory_gib"] == pytest.approx(sum(record["memory"].values())) == pytest.approx(job.memory_gib)
     assert f"  and {record['graph_gib']:17.2f} GiB more if steps are recorded as CUDA graphs\n" in table
@@ -181,10 +190,7 @@ def test_a_job_that_does_not_fit_is_one_line_and_status_1():
             ["--world", "8", "--device", "v100"],
             "--device v100 is not in .*devices.json; use h200, h100, a100, a100-40gb",
         ),
-        (
-            ["--world", "8", "--device", "h100", "--fabric", "x"],
-            "fabric x is not in .*; use --fabric ndr400, a3-mega, ",
-        ),
+        (["--world", "8", "--device", "h100", "--fabric", "x"], "--fabric x is not in .*; use ndr400, a3-mega, "),
         (["--world", "8", "--device", "h100", "--tokens", "inf"], "--tokens: inf is no positive number"),
         (["--world", "many", "--device", "h100"], "argument --world: many is no whole number of 1 or more"),
         (["--world", "8", "--device", "h100", "--tokens", "many"], "--tokens: many is no positive number"),
@@ -246,7 +252,7 @@ def test_a_step_whose_graphs_find_no_room_is_planned_eager_and_told_what_makes_r
 
 def test_a_job_that_does_not_fit_is_told_what_each_key_would_save(capsys):
     job = [*LLAMA, "train.global_batch_size=16", "train.micro_batch_size=2", "parallel.tp=2", "--world", "4"]
-    plans = memory_options(plan(cli.load(job[:-2]), 4, tool.chosen(tool.parse([*job, "--device", "h100"]))))
+    plans = memory_options(plan(cli.load(job[:-2]), 4, machine_of([*job, "--device", "h100"])))
     with pytest.raises(ValueError, match="do not fit"):
         tool.main([*job, "--device", "h100"])
     text = capsys.readouterr().out
@@ -262,7 +268,7 @@ def test_a_job_that_does_not_fit_is_told_what_each_key_would_save(capsys):
 
 def test_keys_are_added_up_where_none_alone_is_enough():
     job = [*LLAMA, "train.global_batch_size=16", "train.micro_batch_size=2", "precision.fp8=delayed", "parallel.tp=4"]
-    machine = tool.chosen(tool.parse(DP8))
+    machine = machine_of(DP8)
     first = plan(cli.load(job), 4, machine)
     least = min(other.memory_gib for _, other in memory_options(first))
     small = replace(machine, device=replace(machine.device, memory_gib=least - 0.5, reserved_gib=0.0))
@@ -294,7 +300,7 @@ def test_a_sweep_plans_every_combination(capsys):
         job = plan(
             cli.load([*KEYS, f"train.global_batch_size={row['sweep']['train.global_batch_size']}"]),
             row["world"],
-            tool.chosen(tool.parse(DP8)),
+            machine_of(DP8),
         )
         assert row["step_seconds"] == job.step_seconds
         assert row["gpu_hours"] == pytest.approx(row["days"] * 24 * row["world"])
@@ -314,11 +320,11 @@ def test_the_cost_has_the_range_of_the_held_out_errors(capsys, tmp_path):
     assert cost.error_range("A100", path).rows == 8  # one row is no range
     assert cost.error_range("H100", tmp_path / "none.json") is None
     text, off = printed(capsys, *DP8), cost.error_range("H100")
-    job = plan(cli.load(KEYS), 8, tool.chosen(tool.parse(DP8)))
+    job = plan(cli.load(KEYS), 8, machine_of(DP8))
     hours = 1e12 / job.tokens_per_second / 3600 * 8
     assert f"cost   {hours:,.0f} GPU-hours; {hours * off.low:,.0f} to {hours * off.high:,.0f}, or " in text
     assert off.low < 1 < off.high and off.rows > 20
-    figure = cost.curves(pictures.scaling(job, in_proportion=True)[:3], 1e12)
+    figure = cost.curves(pictures.scaling(job, in_proportion=True)[:3], 1e12, never_fails)
     assert figure.axes[0].lines[0].get_ydata()[0] == pytest.approx(hours)
     scaled = pictures.scaling(job, in_proportion=True)[:3]
     # the third has no end
@@ -336,7 +342,7 @@ PP2 = [*LLAMA, "train.global_batch_size=32", "parallel.pp=2", "parallel.vp=2"]
 
 
 def job_of(keys, world, device):
-    return plan(cli.load(keys), world, tool.chosen(tool.parse([*keys, "--world", str(world), "--device", device])))
+    return plan(cli.load(keys), world, machine_of([*keys, "--world", str(world), "--device", device]))
 
 
 def test_pictures(capsys, tmp_path):
@@ -352,7 +358,7 @@ def test_pictures(capsys, tmp_path):
     assert f">bubble {seconds} s, {share} % of the step: waiting for other stages<" in timeline
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="--draw .*file cannot be written"):
-        list(pictures.draw(job_of(PP2, 8, "h200"), tmp_path / "file", 1e12))
+        list(pictures.draw(job_of(PP2, 8, "h200"), tmp_path / "file", 1e12, never_fails))
 
 
 @pytest.mark.parametrize("keys", [["parallel.vp=2"], ["parallel.vp=1", "parallel.schedule=zb-h1"]])
@@ -443,7 +449,7 @@ def test_scaling_stands_beside_what_others_published_of_the_same_job():
 
 
 def test_scaling_doubles_as_long_as_every_rank_has_a_sample():
-    job = plan(cli.load(KEYS), 8, tool.chosen(tool.parse(DP8)))
+    job = plan(cli.load(KEYS), 8, machine_of(DP8))
     for in_proportion, worlds in ((True, [8 << i for i in range(10)]), (False, [8, 16, 32, 64])):
         assert [p.world for p in pictures.scaling(job, in_proportion=in_proportion)] == worlds
 

@@ -11,6 +11,7 @@ from benchmarks import table
 from minitron.pipeline.schedule import make
 from minitron.planner import command, pictures, style
 from minitron.planner.draw import draw_svg
+from minitron.planner.machine import choose_machine
 from minitron.planner.simulate import simulate
 from tools import plot_run
 
@@ -20,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def planned():
     argv = ["llama3_8b", "train.global_batch_size=32", "--world", "8", "--device", "h200"]
     options = command.parse(argv)
-    return command.plan(command.cli.load(options.config), options.world, command.chosen(options))
+    return command.plan(command.cli.load(options.config), options.world, choose_machine(options.device, None))
 
 
 def figures():
@@ -75,7 +76,7 @@ def test_a_tint_is_between_the_color_and_white():
 def test_without_matplotlib_one_line_says_how_to_get_it(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ValueError, match="matplotlib is not installed; .*pip install .*plot.*, or do without"):
-        list(pictures.draw(planned(), tmp_path / "plan", 1e12))
+        list(pictures.draw(planned(), tmp_path / "plan", 1e12, lambda job: 1.0))
     results = tmp_path / "results.jsonl"
     results.write_text(table.RESULTS.read_text(encoding="utf-8"), encoding="utf-8")
     assert table.main(["--results", str(results)]) == 0  # the table is there

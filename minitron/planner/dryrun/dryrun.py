@@ -99,7 +99,7 @@ class Recorder(Activity):
 
 
 def dry_run(cfg: Config, world: int, rank: int = 0, begun: Callable[[object], None] = lambda action: None) -> Report:
-    """Run one step of `rank` in a default process group of its own. Raises what the run would raise.
+    """Run one step of `rank` in a new default process group. Raises what the run would raise.
 
     begun(action): called when an action begins.
     """
@@ -267,8 +267,7 @@ def command(cfg: Config, options: argparse.Namespace) -> None:
     rules.check(cfg, world)
     fullest, _ = Memory(cfg, world, gpus_per_node=1).peak()
     ranks = choose_ranks(options.ranks, pp, world, fullest)
-    for warning in doubts(cfg, world):
-        print(f"warning: {warning}", file=sys.stderr)
+    warn_of_bubble(cfg, world)
     reports = [
         dry_run(cfg, world, rank, Progress(f"rank {rank}, {i} of {len(ranks)}")) for i, rank in enumerate(ranks, 1)
     ]
@@ -292,13 +291,14 @@ class Progress:
             print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def doubts(cfg: Config, world: int) -> Iterator[str]:
-    """Yield a warning where the batch is hardly that of a job of so many GPUs: most of its step would be a bubble."""
+def warn_of_bubble(cfg: Config, world: int) -> None:
+    """Print a warning if the batch is hardly that of a job of so many GPUs: most of its step would be a bubble."""
     batch, pp, dp = cfg.train.global_batch_size, cfg.parallel.pp, cfg.dp(world)
     if (count := cfg.num_microbatches(dp)) < pp:
         why = f"gives each of {dp} data ranks {count} microbatches for a pipeline of parallel.pp={pp}"
         fix = f"give the job's own, as in train.global_batch_size={2 * world}, two samples a GPU"
-        yield f"train.global_batch_size={batch} {why}, so it is hardly the batch of a job of {world} GPUs; {fix}"
+        hardly = f"so it is hardly the batch of a job of {world} GPUs"
+        print(f"warning: train.global_batch_size={batch} {why}, {hardly}; {fix}", file=sys.stderr)
 
 
 def choose_ranks(names: str, pp: int, world: int, fullest: int = 0) -> list[int]:
@@ -306,11 +306,9 @@ def choose_ranks(names: str, pp: int, world: int, fullest: int = 0) -> list[int]
 
     fullest: the pipeline rank that is planned to need most memory. Raises ValueError.
     """
-    places = {"first": 0, "middle": pp // 2, "last": pp - 1, "fullest": fullest}
-    stage = world // pp
-    places = {name: rank * stage for name, rank in places.items()} | {"last": world - 1 if pp > 1 else 0}
-    if fullest == pp - 1:
-        places["fullest"] = places["last"]
+    stage, last = world // pp, world - 1 if pp > 1 else 0
+    fullest_rank = last if fullest == pp - 1 else fullest * stage
+    places = {"first": 0, "middle": pp // 2 * stage, "last": last, "fullest": fullest_rank}
     ranks = [places.get(name, int(name) if name.isdecimal() else -1) for name in names.split(",")]
     if not all(0 <= rank < world for rank in ranks):
         fix = f"use first, middle, last, fullest or numbers from 0 to {world - 1}, with commas"

@@ -88,7 +88,7 @@ def _maker(result: Any, arguments: list[Any]) -> Function | None:
     tensors = [(id(x), i) for i, x in enumerate(arguments) if isinstance(x, Tensor)]
     places = dict(tensors)
     if len(places) < len(tensors):
-        return None  # one tensor is two arguments, so a result does not tell which of them it is
+        return None  # one tensor is two arguments, so a result that is this tensor could be either
     storages = {arguments[i].untyped_storage()._cdata for i in places.values()}
     recipe: list[Any] = []  # id, shape, stride and dtype of each result, or its place among the arguments
     for x in results:

@@ -22,7 +22,7 @@ from minitron.pipeline.schedule import Action, Exchange, Forward, Schedule
 
 
 def microbatches_to_walk(pp: int, vp: int, num_microbatches: int) -> int:
-    """Return how many microbatches a walk needs to have seen two periods; all of them if that is no less."""
+    """Return how many microbatches of a walk contain two periods; at most all."""
     if vp == 1:
         return min(num_microbatches, 2 * pp + 6)
     return num_microbatches if num_microbatches % pp else min(num_microbatches, 4 * pp)
