@@ -75,8 +75,7 @@ def _check_range(what: str, x: int | float, within: str) -> None:
     above = x >= low if within[0] == "[" else x > low
     below = x <= high if within[-1] == "]" else x < high
     if not (above and below):  # a NaN is neither
-        fix = _inside(within) if math.isfinite(x) else "a finite number"
-        raise ValueError(f"{what} lies outside {within}; use {fix}")
+        raise ValueError(f"{what} lies outside {within}; use {_inside(within)}")
     if high == math.inf and x > LARGEST[type(x)]:
         raise ValueError(f"{what} is more than any run can use; use at most {LARGEST[type(x)]}")
 
