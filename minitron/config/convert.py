@@ -133,7 +133,7 @@ def _example(key: str, kind: Any, field: Field) -> str:
 
 
 def type_name(accepted: tuple, within: str | None = None) -> str:
-    """Say what a key takes: "an integer in [1, inf), or null". within: the interval of the first of the types."""
+    """Say what a key takes: "an integer in [1, 1e12], or null". within: the interval of the first of the types."""
     kind, args = accepted[0], get_args(accepted[0])
     if get_origin(kind) is Literal:
         name = "one of " + ", ".join(args)

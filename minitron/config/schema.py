@@ -34,7 +34,7 @@ def key(default, meaning: str, within: str | None = None, needs: dict[str, tuple
     return field(default=default, metadata=metadata)
 
 
-COUNT, NOT_NEGATIVE, POSITIVE, FRACTION = "[1, inf)", "[0, inf)", "(0, inf)", "[0, 1)"
+COUNT, NOT_NEGATIVE, POSITIVE, FRACTION = "[1, 1e12]", "[0, 1e12]", "(0, 1e12]", "[0, 1)"
 BF16 = {"precision.dtype": ("bf16",)}
 FP16 = {"precision.dtype": ("fp16",)}
 FP8 = {"precision.fp8": ("delayed", "current", "block")}
