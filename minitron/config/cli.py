@@ -71,9 +71,7 @@ def output() -> Iterator[None]:
 
 
 @contextmanager
-def user_errors(
-    kind: type[ValueError] | tuple[type[ValueError], ...] = ValueError, *, quiet: bool = False
-) -> Iterator[None]:
+def user_errors(kind: type[ValueError] = ValueError, *, quiet: bool = False) -> Iterator[None]:
     """Turn an error of this kind inside into one line on stderr and an exit status: 1, or that of a RunError.
 
     While the command line is parsed and the run is built, every ValueError is a mistake of the user, and all ranks find

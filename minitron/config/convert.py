@@ -29,7 +29,7 @@ NULLS = ("null", "Null", "NULL")  # and in a file, as YAML has it, "~" and nothi
 WRITTEN = (str.lower, str.title, str.upper)
 BOOLEANS = {write(word): value for word, value in yaml.SafeLoader.bool_values.items() for write in WRITTEN}
 INTEGER = re.compile(r"[+-]?(0|[1-9](_?[0-9])*)")
-NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or false", NoneType: "null"}
+NAMES = {int: "an integer", float: "a finite number", str: "text", bool: "true or false", NoneType: "null"}
 PLURALS = {int: "integers", float: "numbers", str: "texts"}
 # A value of each type, for errors about keys whose default shows none.
 EXAMPLES = {int: "8", float: "0.5", str: "NAME", tuple[int, ...]: "[8, 8]", tuple[str, ...]: "[NAME]"}
@@ -56,7 +56,7 @@ def merge(section: Any, tree: dict, origin: str = "", prefix: str = "") -> Any:
         try:
             changes[name] = convert(accepted, value)
         except BadValue as error:
-            why = str(error) or f"is not {_expected(accepted, value)}; {_example(key, accepted[0], known[name])}"
+            why = str(error) or f"is not {type_name(accepted)}; {_example(key, accepted[0], known[name])}"
             raise ValueError(f"{origin}{key}={shown(value)} {why}") from None
     return replace(section, **changes)
 
@@ -92,8 +92,7 @@ def convert(accepted: tuple, value: Any) -> Any:
             raise BadValue("has more than 18 digits; use a smaller number")
         return int(value)
     elif kind is float and plain and NUMBER.fullmatch(value):
-        number = float(re.sub(r"\.(?=[inIN])", "", value))  # .inf and .nan: no interval holds them
-        if math.isinf(number) and "f" not in value.lower():
+        if math.isinf(number := float(value)):
             raise BadValue("is not a finite number; use a smaller one")
         return number
     raise BadValue
@@ -133,13 +132,8 @@ def _example(key: str, kind: Any, field: Field) -> str:
     return f"write for example {key}={example}"
 
 
-def _expected(accepted: tuple, value: Any) -> str:
-    finite = isinstance(value, str) and re.fullmatch(r"[+-]?(inf(inity)?|nan)", value, re.I)
-    return type_name(accepted).replace("a number", "a finite number") if finite else type_name(accepted)
-
-
 def type_name(accepted: tuple, within: str | None = None) -> str:
-    """Say what a key takes: "an integer in [1, inf), or null". within: the interval of the first of the types."""
+    """Say what a key takes: "an integer in [1, 1e12], or null". within: the interval of the first of the types."""
     kind, args = accepted[0], get_args(accepted[0])
     if get_origin(kind) is Literal:
         name = "one of " + ", ".join(args)

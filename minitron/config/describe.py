@@ -80,6 +80,6 @@ def _described(accepted: tuple, f: Any) -> dict[str, Any]:
 def _bounds(within: str) -> dict[str, float]:
     """Write "[0, 1)" as {"minimum": 0, "exclusiveMaximum": 1}."""
     low, high = within[1:-1].split(", ")
-    lowest = {"minimum" if within[0] == "[" else "exclusiveMinimum": json.loads(low)}
-    highest = {"maximum" if within[-1] == "]" else "exclusiveMaximum": json.loads(high)} if high != "inf" else {}
-    return lowest | highest
+    lowest = "minimum" if within[0] == "[" else "exclusiveMinimum"
+    highest = "maximum" if within[-1] == "]" else "exclusiveMaximum"
+    return {lowest: json.loads(low), highest: json.loads(high)}

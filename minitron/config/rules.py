@@ -5,30 +5,30 @@ that does not divide is computed from every size that it has to divide, so that 
 
     heads 8, key and value heads 4, ffn 390     parallel.tp=8 does not divide model.num_kv_heads=4; use 1 or 2
 
-A key that would change nothing is a mistake, too: schema.py lists beside a key which other keys it needs. Files and
-kernels are checked where they are opened or chosen.
+The schema declares beside a key which values of other keys it needs, and no rule here repeats that. Files and kernels
+are checked where they are opened or chosen.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict
+from typing import Any
 
 from minitron.config.schema import Config, ModelConfig, keys
 from minitron.config.sizes import stage_layers
 from minitron.config.text import shown
 
 MAX_OFFSET = (1 << 31) - 1  # elements of a tensor that a kernel with 32-bit offsets can take
-LARGEST = {int: 10**12, float: 1e38}  # for keys without a bound of their own; float32 ends at 3.4e38
 
 
 def check(cfg: Config, world: int, capability: tuple[int, int] | None = None) -> None:
     """Check every rule, for `world` ranks on GPUs of that CUDA capability (None: on CPU). Raises ValueError."""
-    _check_ranges(cfg, "")
-    _check_idle(cfg)
+    _check_keys(cfg)
     _check_model(cfg.model)
     _check_layout(cfg, world)
     _check_sequence(cfg)
@@ -43,18 +43,30 @@ def check(cfg: Config, world: int, capability: tuple[int, int] | None = None) ->
     _check_log(cfg, world)
 
 
-def _check_ranges(section, prefix: str) -> None:
-    """Check that every number lies in the interval beside its key, and that every `~NAME` is the home of a user."""
-    for f in fields(section):
-        value, within = getattr(section, f.name), f.metadata["within"]
-        if is_dataclass(value):
-            _check_ranges(value, f"{prefix}{f.name}.")
+def _check_keys(cfg: Config) -> None:
+    """Check what the schema declares beside each key: the interval of its numbers, and the keys that it needs.
+
+    A key that has its default needs none. Every `~NAME` must be the home of a user.
+    """
+    tree = asdict(cfg)
+
+    def value_of(name: str) -> Any:
+        return functools.reduce(lambda section, part: section and section[part], name.split("."), tree)
+
+    for key in keys():
+        value, within = value_of(key.name), key.field.metadata["within"]
         for x in value if isinstance(value, tuple) else (value,):
             if isinstance(x, str):
-                _check_home(f"{prefix}{f.name}={x}", x)
+                _check_home(f"{key.name}={x}", x)
             elif within is not None and x is not None:
                 what = x if x is value else f"{list(value)}: {x}"
-                _check_range(f"{prefix}{f.name}={what}", x, within)
+                _check_range(f"{key.name}={what}", x, within)
+        for other, needed in key.field.metadata["needs"].items():
+            given = value_of(other)
+            if value != key.field.default and given not in needed and (needed or given is None):
+                fix = f"{other}={_either(map(shown, needed))}" if needed else other
+                why = f"does not go with {other}={shown(given)}; drop it, or set {fix}"
+                raise ValueError(f"{key.name}={shown(value)} {why}")
 
 
 def _check_range(what: str, x: int | float, within: str) -> None:
@@ -62,30 +74,13 @@ def _check_range(what: str, x: int | float, within: str) -> None:
     above = x >= low if within[0] == "[" else x > low
     below = x <= high if within[-1] == "]" else x < high
     if not (above and below):  # a NaN is neither
-        fix = _inside(within) if math.isfinite(x) else "a finite number"
-        raise ValueError(f"{what} lies outside {within}; use {fix}")
-    if high == math.inf and x > LARGEST[type(x)]:
-        raise ValueError(f"{what} is more than any run can use; use at most {LARGEST[type(x)]}")
+        raise ValueError(f"{what} lies outside {within}; use {_inside(within)}")
 
 
 def _check_home(what: str, path: str) -> None:
     path = path.split(":", 1)[-1]  # of a tokenizer
     if path.startswith("~") and os.path.expanduser(path).startswith("~"):
         raise ValueError(f"{what}: {path.split('/')[0]} is nobody's home; write the whole path")
-
-
-def _check_idle(cfg: Config) -> None:
-    """Check that a key has its default unless the keys that it needs have the values that it needs."""
-    values = asdict(cfg)
-    for key in keys():
-        for other, needed, reason in key.field.metadata["needs"]:
-            (section, name), (others, its) = key.name.split("."), other.split(".")
-            value, given = values[section][name], values[others][its]
-            if value != key.field.default and given not in needed and (needed or given is None):
-                text = ",".join(map(str, value)) if isinstance(value, tuple) else shown(value)
-                why = reason.format(f"{other}={shown(given)}")
-                fix = f"{other}={_either(map(shown, needed))}" if needed else other
-                raise ValueError(f"{key.name}={text} {why}; drop it, or set {fix}")
 
 
 def _check_model(m: ModelConfig) -> None:
@@ -115,13 +110,9 @@ def _check_layout(cfg: Config, world: int) -> None:
     _check_divides("parallel.tp", p.tp, heads | others)
     if p.cp > 1 and p.cp_style == "ulysses":
         _check_divides("parallel.tp*cp (ulysses)", p.tp * p.cp, heads)
-    if p.vp > 1 and p.pp == 1:
-        why = "interleaves the chunks of several pipeline ranks, but parallel.pp=1"
-        raise ValueError(f"parallel.vp={p.vp} {why}; use parallel.vp=1 or parallel.pp=2 or more")
-    if p.schedule == "zb-h1" and (p.pp == 1 or p.vp > 1):
-        key, fix = ("vp", "1") if p.vp > 1 else ("pp", "2 or more")
-        why = f"fills the bubble of pipelines with one chunk a rank, and parallel.{key}={getattr(p, key)}"
-        raise ValueError(f"parallel.schedule=zb-h1 {why}; use parallel.{key}={fix}, or parallel.schedule=1f1b")
+    if p.schedule == "zb-h1" and p.pp == 1:
+        why = "fills the bubble of a pipeline, and parallel.pp=1 has none"
+        raise ValueError(f"parallel.schedule=zb-h1 {why}; use parallel.pp=2 or more, or parallel.schedule=1f1b")
     stage_layers(m.num_layers, p.pp, p.vp, p.layers_per_stage)
     dp = cfg.dp(world)
     samples = f"train.micro_batch_size*dp={t.micro_batch_size}*{dp}"
@@ -131,8 +122,7 @@ def _check_layout(cfg: Config, world: int) -> None:
 def _check_sequence(cfg: Config) -> None:
     p, s, most = cfg.parallel, cfg.train.seq_len, cfg.model.max_positions
     if s > most:
-        fix = f"use at most {most}, or raise model.max_positions"
-        raise ValueError(f"train.seq_len={s} exceeds model.max_positions={most}; {fix}")
+        raise ValueError(f"train.seq_len={s} exceeds model.max_positions={most}; use at most {most}, or raise that")
     parts = {}
     if p.cp > 1:
         parts |= {"parallel.cp (ulysses)": p.cp} if p.cp_style == "ulysses" else {"2*parallel.cp (zigzag)": 2 * p.cp}
@@ -151,14 +141,6 @@ def _check_attention(cfg: Config) -> None:
         why = f"gives attention more than {MAX_OFFSET} elements of queries, keys and values a rank"
         fix = f"use at most {most}" if most else "shorten train.seq_len, or raise parallel.cp or parallel.tp"
         raise ValueError(f"train.micro_batch_size={batch} {why}; {fix}")
-    if m.attention_dropout == 0:
-        return
-    if cp > 1:
-        why = f"needs parallel.cp=1, not {cp}; set model.attention_dropout=0 or parallel.cp=1"
-        raise ValueError(f"model.attention_dropout={m.attention_dropout} {why}")
-    if m.attention not in ("auto", "fused", "reference"):
-        fix = "use model.attention=auto or reference, or model.attention_dropout=0"
-        raise ValueError(f"model.attention={m.attention} has no attention dropout; {fix}")
 
 
 def _check_precision(cfg: Config, capability: tuple[int, int] | None) -> None:
@@ -171,27 +153,17 @@ def _check_precision(cfg: Config, capability: tuple[int, int] | None) -> None:
 
 
 def _check_fp8(cfg: Config, capability: tuple[int, int] | None) -> None:
-    m, p, t, fp8, dtype = cfg.model, cfg.parallel, cfg.train, cfg.precision.fp8, cfg.precision.dtype
+    m, p, t, fp8 = cfg.model, cfg.parallel, cfg.train, cfg.precision.fp8
     oldest, name = ((9, 0), "Hopper") if fp8 == "block" else ((8, 9), "Ada, Hopper")
     if capability is not None and capability < oldest:
         needs = f"precision.fp8={fp8} needs a GPU of {_sm(oldest)} ({name} or later)"
         fix = f"use precision.fp8={'current' if capability >= (8, 9) else 'none'}"
         raise ValueError(f"{needs}, this one is {_sm(capability)}; {fix}")
-    if dtype != "bf16":
-        fix = "set precision.dtype=bf16, or precision.fp8=none"
-        raise ValueError(f"precision.fp8={fp8} goes with precision.dtype=bf16, not {dtype}; {fix}")
     kept = cfg.precision.fp8_bf16_layers
     if 2 * kept >= m.num_layers:
         why = f"at both ends leave none of model.num_layers={m.num_layers} in FP8"
         fix = f"use at most {(m.num_layers - 1) // 2}, or precision.fp8=none"
         raise ValueError(f"precision.fp8_bf16_layers={kept} {why}; {fix}")
-    if cfg.precision.fp8_params and fp8 == "block":
-        why = "gathers weights that have one scale each, and precision.fp8=block has one for each 128 x 128 values"
-        fix = "use precision.fp8=delayed or current, or precision.fp8_params=false"
-        raise ValueError(f"precision.fp8_params=true {why}; {fix}")
-    if cfg.precision.fp8_params and cfg.finetune.kind == "lora":
-        why = "is of weights that are trained, and finetune.kind=lora freezes those of FP8 products"
-        raise ValueError(f"precision.fp8_params=true {why}; set precision.fp8_params=false")
     # Of the three products (forward, input gradient, weight gradient) each sums over another dim of the GEMM.
     unit, whose = (128, "blocks of FP8 values") if fp8 == "block" else (16, "FP8 GEMMs")
     rows, parts = "train.seq_len*micro_batch_size/cp", p.cp
@@ -215,17 +187,6 @@ def _check_fp8(cfg: Config, capability: tuple[int, int] | None) -> None:
 
 def _check_optimizer(cfg: Config) -> None:
     o = cfg.optimizer
-    if o.grad_dtype == "bf16" and cfg.precision.dtype != "bf16":
-        raise ValueError(
-            f"optimizer.grad_dtype=bf16 goes with precision.dtype=bf16, not {cfg.precision.dtype}; set "
-            "precision.dtype=bf16, or optimizer.grad_dtype=fp32"
-        )
-    for name in ("warmup", "decay"):
-        steps, samples = getattr(o, f"{name}_steps"), getattr(o, f"{name}_samples")
-        if steps and samples is not None:
-            both = f"optimizer.{name}_steps={steps} and optimizer.{name}_samples={samples}"
-            fix = f"set optimizer.{name}_steps={'0' if name == 'warmup' else 'null'} to count in samples"
-            raise ValueError(f"{both} say the same thing twice; {fix}")
     if o.constant_steps >= (steps := cfg.train.steps):
         constant = f"optimizer.constant_steps={o.constant_steps}"
         raise ValueError(f"{constant} must be below train.steps={steps}; use at most {steps - 1}")
@@ -247,19 +208,15 @@ def _check_data(cfg: Config) -> None:
     if d.source in what and not d.paths:
         raise ValueError(f"data.source={d.source} has nothing to read; set data.paths={what[d.source]}")
     if d.source == "sft" and not d.separate_documents:
-        why = "packs documents that must not see each other; set data.separate_documents=true"
-        raise ValueError(f"data.source=sft {why}")
+        raise ValueError("data.source=sft keeps the documents of a sample apart; set data.separate_documents=true")
 
 
 TARGETS = ("qkv", "q", "k", "v", "o", "gate", "up", "down")
 
 
 def _check_finetune(cfg: Config) -> None:
-    kind, base, lora = cfg.finetune.kind, cfg.finetune.base, cfg.lora
-    if base is not None and cfg.checkpoint.load is not None:
-        both = f"finetune.base={base} and checkpoint.load={cfg.checkpoint.load}"
-        raise ValueError(f"{both} both give the weights to start from; drop one of them")
-    if kind != "lora":
+    lora = cfg.lora
+    if cfg.finetune.kind != "lora":
         return
     known = [t for t in TARGETS if t != "gate" or cfg.model.family == "llama"]
     given, targets = f"lora.targets=[{','.join(lora.targets)}]", set(lora.targets)
@@ -312,10 +269,8 @@ def _check_log(cfg: Config, world: int) -> None:
         both = f"profile.start_step={p.start_step} and profile.end_step={p.end_step}"
         raise ValueError(f"{both} are no steps, in order, of train.steps={steps}; use 1 to {steps}")
     ranks = f"profile.ranks={list(p.ranks)}"
-    if len(set(p.ranks)) < len(p.ranks):
-        raise ValueError(f"{ranks} names a rank twice; use {sorted(set(p.ranks))}")
-    if not p.ranks or max(p.ranks) >= world:
-        raise ValueError(f"{ranks} must name ranks of the world of {world}; use 0 to {world - 1}")
+    if not p.ranks or max(p.ranks) >= world or len(set(p.ranks)) < len(p.ranks):
+        raise ValueError(f"{ranks} must name ranks of the world of {world}, each once; use 0 to {world - 1}")
 
 
 # ---- the fixes ----------------------------------------------------------------------------------------------------
@@ -346,11 +301,10 @@ def _multiples(size: int, near: int) -> list[int]:
 
 
 def _inside(within: str) -> str:
-    """Write "[1, inf)" as "at least 1", and "(0, 1)" as "more than 0 and less than 1"."""
+    """Write "[0, 1)" as "at least 0 and less than 1"."""
     low, high = within[1:-1].split(", ")
-    above = f"{'at least' if within[0] == '[' else 'more than'} {low}"
-    below = f"{'at most' if within[-1] == ']' else 'less than'} {high}"
-    return above if high == "inf" else f"{above} and {below}"
+    above, below = "at least" if within[0] == "[" else "more than", "at most" if within[-1] == "]" else "less than"
+    return f"{above} {low} and {below} {high}"
 
 
 def _either(values: Iterable[object]) -> str:

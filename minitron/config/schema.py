@@ -22,31 +22,34 @@ from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 
-class Needs(NamedTuple):
-    """A key changes nothing unless `other` has one of `values`; () stands for any value but None."""
+def key(default, meaning: str, within: str | None = None, needs: dict[str, tuple] | None = None):
+    """Declare a key.
 
-    other: str
-    values: tuple = ()
-    reason: str = "has no effect with {}"
-
-
-def key(default, meaning: str, within: str | None = None, needs: tuple[Needs, ...] = ()):
-    """Declare a key: its default, the sentence that `--help` and `--schema` print, and the interval of its numbers."""
-    metadata = {"help": meaning, "within": within, "needs": needs}
+    meaning: what `--help` and `--schema` print. within: the interval of its numbers.
+    needs: other keys, and the values that they must have unless this key has its default; () is any value but null.
+    """
+    metadata = {"help": meaning, "within": within, "needs": needs or {}}
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-COUNT, NOT_NEGATIVE, POSITIVE, FRACTION = "[1, inf)", "[0, inf)", "(0, inf)", "[0, 1)"
-FP16 = (Needs("precision.dtype", ("fp16",)),)
-FP8 = (Needs("precision.fp8", ("delayed", "current", "block")),)
-DECAYING = (Needs("optimizer.lr_schedule", ("cosine", "linear")),)
-DEFAULT_DECAY = tuple(
-    Needs(f"optimizer.decay_{unit}", (None,), "has no effect beside {}") for unit in ("steps", "samples")
-)
-SAVING = (Needs("checkpoint.dir"),)
-LORA = (Needs("finetune.kind", ("lora",)),)
+COUNT, NOT_NEGATIVE, POSITIVE, FRACTION = "[1, 1e12]", "[0, 1e12]", "(0, 1e12]", "[0, 1)"
+BF16 = {"precision.dtype": ("bf16",)}
+FP16 = {"precision.dtype": ("fp16",)}
+FP8 = {"precision.fp8": ("delayed", "current", "block")}
+# Gathered casts have one scale a weight, not one a block; LoRA freezes the weights of FP8 products.
+FP8_PARAMS = {"precision.fp8": ("delayed", "current"), "finetune.kind": (None, "sft")}
+ROTARY = {"model.positions": ("rope",)}
+ATTENTION_DROPOUT = {"parallel.cp": (1,), "model.attention": ("auto", "fused", "reference")}
+DECAYING = {"optimizer.lr_schedule": ("cosine", "linear")}
+DECAY_STEPS = {"optimizer.decay_steps": (None,)}
+CONSTANT_END = {"optimizer.decay_samples": (None,), **DECAY_STEPS, **DECAYING}
+FILES = {"data.source": ("indexed", "sft")}
+SAVING = {"checkpoint.dir": ()}
+RESUMING = {"checkpoint.dir": (), "checkpoint.resume": (True,)}
+BASE = {"finetune.kind": ("sft", "lora"), "checkpoint.load": (None,)}
+LORA = {"finetune.kind": ("lora",)}
 
 
 @dataclass(frozen=True)
@@ -68,22 +71,16 @@ class ModelConfig:
     num_heads: int = key(8, "query heads", COUNT)
     num_kv_heads: int | None = key(4, "key and value heads (grouped queries); null: as many as num_heads", COUNT)
     vocab_size: int = key(4096, "token ids; the corpus tokenizer is trained to this size", COUNT)
-    vocab_multiple: int = key(
-        128, "the embedding is padded to a multiple of this, whatever tp; no loss sees the padding", COUNT
-    )
+    vocab_multiple: int = key(128, "the embedding is padded to a multiple of this; the loss ignores the padding", COUNT)
     positions: Literal["rope", "learned"] = key("rope", "rotary or learned absolute positions")
     max_positions: int = key(4096, "rows of the learned position table; the longest sequence allowed", COUNT)
     rope_theta: float = key(10000.0, "base of the rotary wavelengths", POSITIVE)
-    rope_scaling: RopeScaling | None = key(
-        None, "Llama 3.1's scaling of the rotary frequencies, null: none", needs=(Needs("model.positions", ("rope",)),)
-    )
+    rope_scaling: RopeScaling | None = key(None, "Llama 3.1's scaling of rotary frequencies; null: none", needs=ROTARY)
     tie_embeddings: bool = key(False, "the head shares the embedding's weight")
     norm_eps: float = key(1e-5, "added to the variance in norms", POSITIVE)
     init_std: float = key(0.02, "standard deviation of weights at the start", POSITIVE)
     hidden_dropout: float = key(0.0, "dropout after the embedding, attention and MLP", FRACTION)
-    attention_dropout: float = key(
-        0.0, "dropout of attention probabilities (attention auto, fused or reference, cp=1)", FRACTION
-    )
+    attention_dropout: float = key(0.0, "dropout of attention probabilities", FRACTION, ATTENTION_DROPOUT)
     attention: Literal["auto", "cudnn", "flash", "flash-attn", "fused", "reference"] = key("auto", "attention kernels")
 
     @property
@@ -105,7 +102,7 @@ class ParallelConfig:
     pp: int = key(1, "pipeline-parallel ranks", COUNT)
     vp: int = key(1, "model chunks per pipeline rank (interleaved 1F1B)", COUNT)
     schedule: Literal["1f1b", "zb-h1"] = key(
-        "1f1b", "of the pipeline; zb-h1 fills two thirds of the bubble with weight gradients (vp=1)"
+        "1f1b", "of the pipeline; zb-h1 fills 2/3 of the bubble with weight gradients", needs={"parallel.vp": (1,)}
     )
     cp: int = key(1, "context-parallel ranks", COUNT)
     cp_style: Literal["ring", "allgather", "ulysses"] = key("ring", "how attention crosses context ranks")
@@ -127,35 +124,23 @@ class TrainConfig:
     eval_every: int = key(0, "steps between evaluations, 0: never", NOT_NEGATIVE)
     eval_steps: int = key(4, "global batches per evaluation", COUNT)
     check_replicas_every: int = key(
-        200,
-        "steps between comparisons of the parameters that several ranks hold, which are also compared before each "
-        "save; if copies differ the run ends; 0: never",
-        NOT_NEGATIVE,
+        200, "steps between checks of replicas, as before each save; a difference ends the run; 0: never", NOT_NEGATIVE
     )
     check_speed_every: int = key(
-        10,
-        "steps between comparisons of the time that ranks of a pipeline stage compute; a slower one is named; 0: never",
-        NOT_NEGATIVE,
+        10, "steps between comparisons of ranks' compute time; a slow rank is named; 0: never", NOT_NEGATIVE
     )
     rerun: Literal["off", "on"] = key(
         "off",
-        "compute a step again whose loss or gradients are not finite or spike: the same result, and the update is "
-        "skipped; another one, and the run ends and names the GPU. The host waits for the device once a step",
+        "repeat a step whose loss or gradients spike or are not finite. An equal result skips the update; another one "
+        "ends the run and names the GPU. The host waits for the device once a step",
     )
     seed: int = key(1234, "of weights, data order and dropout", "[0, 4294967295]")  # what numpy's RandomState takes
-    kernels: Literal["auto", "apex"] = key(
-        "auto", "of weight gradients and AdamW: torch's and minitron's own, or NVIDIA's apex (CUDA)"
-    )
-    cuda_graph: Literal["auto", "on", "off"] = key(
-        "auto", "replay steps as CUDA graphs: auto and on where they can be recorded, off never"
-    )
+    kernels: Literal["auto", "apex"] = key("auto", "weight gradients and AdamW: own kernels, or NVIDIA's apex (CUDA)")
+    cuda_graph: Literal["auto", "on", "off"] = key("auto", "auto, on: replay steps as CUDA graphs where possible")
     deterministic: bool = key(False, "only kernels whose result does not vary from run to run")
     hang_seconds: int = key(600, "a rank that stands still for longer reports where, and ends the run", "[1, 31536000]")
     max_skipped: int = key(
-        10,
-        "so many updates in a row, skipped for gradients that are not finite, end the run; fp16's do not count "
-        "while the loss scale can fall",
-        COUNT,
+        10, "updates skipped in a row that end the run; with fp16 only those at the smallest loss scale count", COUNT
     )
 
 
@@ -163,12 +148,14 @@ class TrainConfig:
 class PrecisionConfig:
     dtype: Literal["bf16", "fp16", "fp32"] = key("bf16", "parameters and activations; optimizer state is always fp32")
     fp8: Literal["none", "delayed", "current", "block"] = key(
-        "none", "GEMMs of the blocks in FP8; scales from past steps, from the tensor itself, or one per 128 values"
+        "none", "GEMMs of blocks in FP8; scales from past steps, the tensor, or one per 128 values", needs=BF16
     )
     fp8_backend: Literal["te", "torch"] = key("te", "FP8 kernels: Transformer Engine's or torch's own", needs=FP8)
     fp8_bf16_layers: int = key(0, "FP8: this many first and as many last blocks stay in bf16", NOT_NEGATIVE, FP8)
     fp8_head: bool = key(False, "FP8: the product with the vocabulary, too", needs=FP8)
-    fp8_params: bool = key(False, "FP8: weights are kept and gathered as their casts, without a bf16 copy", needs=FP8)
+    fp8_params: bool = key(
+        False, "FP8: weights are kept and gathered as their casts, without a bf16 copy", needs=FP8_PARAMS
+    )
     loss_scale: float = key(65536.0, "fp16: initial dynamic loss scale, which never falls below 1", "[1, 1e38]", FP16)
     loss_scale_window: int = key(1000, "fp16: clean steps after which the scale doubles", COUNT, FP16)
     loss_scale_hysteresis: int = key(2, "fp16: overflows tolerated before the scale halves", COUNT, FP16)
@@ -180,48 +167,33 @@ class OptimizerConfig:
     min_lr: float = key(3e-4, "learning rate after the decay", NOT_NEGATIVE)
     lr_schedule: Literal["cosine", "linear", "constant"] = key("cosine", "shape of the decay")
     warmup_steps: int = key(20, "steps of linear warm-up from 0", NOT_NEGATIVE)
-    constant_steps: int = key(
-        0, "steps at min_lr before the end: they shorten decay_steps' default", NOT_NEGATIVE, DEFAULT_DECAY + DECAYING
-    )
-    decay_steps: int | None = key(
-        None, "steps to min_lr, with warm-up; null: train.steps - constant_steps", COUNT, DECAYING
-    )
-    warmup_samples: int | None = key(None, "warm-up counted in samples instead of steps", NOT_NEGATIVE)
-    decay_samples: int | None = key(None, "decay counted in samples instead of steps", COUNT, DECAYING)
+    constant_steps: int = key(0, "steps at min_lr before the end", NOT_NEGATIVE, CONSTANT_END)
+    decay_steps: int | None = key(None, "steps to min_lr, with warm-up; null: steps - constant_steps", COUNT, DECAYING)
+    warmup_samples: int | None = key(None, "the warm-up in samples", NOT_NEGATIVE, {"optimizer.warmup_steps": (0,)})
+    decay_samples: int | None = key(None, "the decay in samples, with warm-up", COUNT, DECAY_STEPS | DECAYING)
     betas: tuple[float, float] = key((0.9, 0.95), "AdamW's running-average factors", FRACTION)
     eps: float = key(1e-8, "AdamW's epsilon", POSITIVE)
     weight_decay: float = key(0.1, "decoupled weight decay of matrices (norms and biases have none)", NOT_NEGATIVE)
     clip_grad: float = key(1.0, "global gradient norm to clip to, 0: no clipping", NOT_NEGATIVE)
     grad_dtype: Literal["fp32", "bf16"] = key(
-        "fp32", "gradients are added up over microbatches and ranks in it; bf16 takes half of the memory and traffic"
+        "fp32", "gradients are added up over microbatches and ranks in it; bf16 halves memory and traffic", needs=BF16
     )
 
 
 @dataclass(frozen=True)
 class DataConfig:
     source: Literal["corpus", "mock", "indexed", "sft"] = key(
-        "corpus",
-        "corpus: Python's standard library; mock: random tokens; indexed: Megatron .bin/.idx files; sft: "
-        "JSONL of prompt and completion, or of chat messages",
+        "corpus", "corpus: Python's library; mock: random tokens; indexed: Megatron's .bin/.idx; sft: JSONL"
     )
-    paths: tuple[str, ...] = key(
-        (),
-        "indexed: one prefix, or weight prefix pairs; sft: files, or docstrings",
-        needs=(Needs("data.source", ("indexed", "sft"), "is not read with {}"),),
-    )
+    paths: tuple[str, ...] = key((), "indexed: prefix, or weight prefix pairs; sft: files or docstrings", needs=FILES)
     valid_paths: tuple[str, ...] = key(
-        (),
-        "sft: files to validate on; none: a share of paths",
-        needs=(Needs("data.source", ("sft",), "is not read with {}"),),
+        (), "sft: files to validate on; none: a share of paths", needs={"data.source": ("sft",)}
     )
     split: str = key("969,30,1", "train, validation and test shares of the documents; sft with valid_paths: not read")
     tokenizer: str = key("corpus", "corpus, bytes, gpt2:DIR, llama3:FILE, llama2:FILE or hf:DIR")
     separate_documents: bool = key(False, "no attention across documents, positions restart in each")
     document_length: int | None = key(
-        None,
-        "mock: documents of up to so many tokens; null: mean of 1/4 sample",
-        COUNT,
-        (Needs("data.source", ("mock",), "is of random documents, and {} has its own"),),
+        None, "mock: most tokens of a document; null: 1/4 sample on average", COUNT, {"data.source": ("mock",)}
     )
     cache_dir: str = key("~/.cache/minitron", "where the corpus and the sample indices are kept")
 
@@ -230,59 +202,32 @@ class DataConfig:
 class CheckpointConfig:
     dir: str | None = key(None, "where checkpoints are saved, and resumed from if there are; null: nowhere")
     every: int | Literal["auto"] | None = key(
-        100,
-        "steps between saves; auto: as often as costs least; 0: only at the run's end, null: not even there",
-        NOT_NEGATIVE,
+        100, "steps between saves; auto: as often as costs least; 0: only at the end; null: never", NOT_NEGATIVE
     )
-    mtbf_hours: float | None = key(
-        None, "mean time between failures of the whole job, from which auto follows with what saves cost", POSITIVE
-    )
+    mtbf_hours: float | None = key(None, "auto: mean time between failures of the whole job", POSITIVE)
     local_dir: str | None = key(
-        None,
-        "on each node's own disk, beside dir: more saves, which a start prefers if they are newer and complete",
-        needs=SAVING,
+        None, "on each node's own disk: more saves; a start prefers them if they are newer and complete", needs=SAVING
     )
     local_every: int | Literal["auto"] = key(
-        20, "steps between saves in local_dir; auto: as often as costs least", COUNT, (Needs("checkpoint.local_dir"),)
+        20, "steps between saves in local_dir; auto: as often as costs least", COUNT, {"checkpoint.local_dir": ()}
     )
     keep: int = key(
-        2,
-        "the newest checkpoints of this run that are kept, 0: all; those that it left by going back do "
-        "not count, and go when it passes their steps",
-        NOT_NEGATIVE,
+        2, "checkpoints to keep, 0: all; those after resume_step are deleted when the run passes them", NOT_NEGATIVE
     )
     resume: bool = key(True, "go on from the newest checkpoint in dir")
-    resume_step: int | None = key(
-        None,
-        "go back to the checkpoint of this step; null: the newest",
-        NOT_NEGATIVE,
-        (*SAVING, Needs("checkpoint.resume", (True,))),
-    )
+    resume_step: int | None = key(None, "the checkpoint's step; null: the newest", NOT_NEGATIVE, RESUMING)
     async_save: bool = key(True, "write while training goes on, from a copy in host memory")
     load: str | None = key(None, "start from the weights of this checkpoint, if none in dir is resumed")
     export: Literal["none", "hf"] = key(
-        "none",
-        "hf: beside saves a folder step_...-hf that transformers reads, written by another process",
-        needs=SAVING,
+        "none", "hf: another process writes each save for transformers too, as a folder step_...-hf", needs=SAVING
     )
-    export_every: int = key(
-        1,
-        "checkpoint.export: beside each save of so many, and beside the last",
-        COUNT,
-        (Needs("checkpoint.export", ("hf",)),),
-    )
+    export_every: int = key(1, "export every so many saves, and the last", COUNT, {"checkpoint.export": ("hf",)})
 
 
 @dataclass(frozen=True)
 class FinetuneConfig:
-    kind: Literal["sft", "lora"] | None = key(
-        None, "sft: all weights are trained; lora: adapters beside frozen weights; null: pretraining"
-    )
-    base: str | None = key(
-        None,
-        "the weights to start from: a Hugging Face folder or a minitron checkpoint",
-        needs=(Needs("finetune.kind", ("sft", "lora")),),
-    )
+    kind: Literal["sft", "lora"] | None = key(None, "sft: all weights are trained; lora: adapters; null: pretraining")
+    base: str | None = key(None, "a Hugging Face folder or a minitron checkpoint to start from", needs=BASE)
 
 
 @dataclass(frozen=True)
@@ -291,9 +236,7 @@ class LoraConfig:
     alpha: float = key(16.0, "what adapters add is multiplied by alpha / rank", POSITIVE, LORA)
     dropout: float = key(0.0, "dropout of what adapters read", FRACTION, LORA)
     targets: tuple[str, ...] = key(
-        ("qkv",),
-        "linear layers with an adapter: qkv (one for all three) or any of q, k, v; o, gate, up, down",
-        needs=LORA,
+        ("qkv",), "layers with an adapter: qkv (one for all three) or any of q, k, v; o, gate, up, down", needs=LORA
     )
 
     @property
@@ -308,17 +251,13 @@ class LogConfig:
     dir: str | None = key(None, "where config.yaml, metrics.jsonl, dllogger.json and a log per rank go; null: nowhere")
     tensorboard: str | bool = key(False, "event files: true: in log.dir/tensorboard, or a directory of their own")
     wandb: str | None = key(None, "Weights & Biases: the project in which the run appears; null: nowhere")
-    prometheus: str | None = key(
-        None, "PORT or ADDRESS:PORT of rank 0's node at which Prometheus finds the last figures"
-    )
+    prometheus: str | None = key(None, "PORT or ADDRESS:PORT of rank 0's node for Prometheus; null: none")
 
 
 @dataclass(frozen=True)
 class ProfileConfig:
     kind: Literal["none", "nsys", "torch", "memory"] = key(
-        "none",
-        "nsys: the range that `nsys profile --capture-range=cudaProfilerApi` records; torch: a Chrome trace "
-        "and a table; memory: every allocation on the GPU",
+        "none", "nsys: a range (--capture-range=cudaProfilerApi); torch: Chrome trace and table; memory: allocations"
     )
     start_step: int = key(10, "first step that is profiled", COUNT)
     end_step: int = key(12, "last step that is profiled", COUNT)

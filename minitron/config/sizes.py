@@ -97,7 +97,8 @@ def check_pipeline_sizes(pp: int, vp: int, num_microbatches: int = 1) -> None:
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1; use 1 or more")
     if pp == 1 and vp > 1:
-        raise ValueError(f"vp={vp} interleaves chunks of several pipeline ranks, but pp=1; use vp=1 or pp=2 or more")
+        why = "interleaves the chunks of several pipeline ranks, but parallel.pp=1"
+        raise ValueError(f"parallel.vp={vp} {why}; use parallel.vp=1 or parallel.pp=2 or more")
 
 
 def stage_layers(num_layers: int, pp: int, vp: int, layers_per_stage: Sequence[int] | None = None) -> tuple[range, ...]:

@@ -27,7 +27,7 @@ MAX_DEPTH = 8
 SHOWN = 200  # characters of a value in an error
 EVENTS = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 FRAME = yaml.StreamStartEvent, yaml.StreamEndEvent, yaml.DocumentStartEvent, yaml.DocumentEndEvent
-NUMBER = re.compile(r"[+-]?([0-9](_?[0-9])*(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?|[+-]?\.(inf|nan)", re.I)
+NUMBER = re.compile(r"[+-]?([0-9](_?[0-9])*(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
 # Control characters, line separators, marks that turn the direction of writing, halves of surrogate pairs.
 UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 

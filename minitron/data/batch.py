@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,6 +33,15 @@ class Batch:
     padding: int = 0  # how many positions, at the ends of samples, only fill them and are no work
     packed: Tensor | None = None  # int64
 
+    def pack(self, pinned: bool) -> Batch:
+        """Copy all tensors into one buffer on the host, `packed`. The new batch's tensors are views of it."""
+        sources = self._tensors().values()
+        words = sum(-(-x.nbytes // 8) for x in sources)
+        batch = self._with(torch.empty(words, dtype=torch.int64, pin_memory=pinned))
+        for view, x in zip(batch._tensors().values(), sources):
+            view.copy_(x)
+        return batch
+
     def to(self, device: torch.device) -> Batch:
         """Copy to the device, without waiting if the host's memory is pinned. Only for a batch that has `packed`."""
         assert self.packed is not None
@@ -44,44 +52,24 @@ class Batch:
         assert self.packed is not None
         return self._with(self.packed.clone())
 
+    def _tensors(self) -> dict[str, Any]:
+        """Return the tensors by name, in the order in which they lie in `packed`."""
+        tensors = {name: getattr(self, name) for name in TENSORS}
+        return tensors if self.documents is None else tensors | {"spans": self.documents.spans}
+
     def _with(self, packed: Tensor) -> Batch:
-        mine: dict[str, Tensor] = {name: getattr(self, name) for name in TENSORS}
-        documents = self.documents
-        if documents is not None:
-            mine["spans"] = documents.spans
-        views: dict[str, Any] = _views(packed, mine)
-        if documents is not None:
-            documents = replace(documents, spans=views.pop("spans"))
+        """Return this batch with views of `packed` as its tensors.
+
+        In few operations: the host makes them between two steps.
+        """
+        views = self._tensors()
+        parts = packed.split([-(-x.nbytes // 8) for x in views.values()])
+        for (name, x), part in zip(views.items(), parts):
+            if x.dtype != packed.dtype:
+                part = part.view(x.dtype)[: x.numel()]
+            views[name] = part.view(x.shape)
+        documents = self.documents and replace(self.documents, spans=views.pop("spans"))
         return replace(self, packed=packed, documents=documents, **views)
 
 
 TENSORS = ("tokens", "labels", "mask", "positions", "order", "samples", "step")  # and then the documents' spans
-
-
-def pack(arrays: dict[str, np.ndarray], pinned: bool) -> dict[str, Tensor]:
-    """Copy arrays into one buffer; return it as "packed", and each tensor, a view of it, by its name.
-
-    arrays: those of TENSORS, in this order, and "spans" if documents are kept apart.
-    """
-    sources = {name: torch.from_numpy(np.ascontiguousarray(x)).view(x.shape) for name, x in arrays.items()}
-    packed = torch.empty(sum(-(-x.nbytes // 8) for x in sources.values()), dtype=torch.int64, pin_memory=pinned)
-    views = _views(packed, sources)
-    for name, view in views.items():
-        view.copy_(sources[name])
-    return {"packed": packed, **views}
-
-
-def _views(packed: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of the shapes and dtypes of `like` that lie one after another in `packed`.
-
-    In few operations: the host makes them between two steps.
-    """
-    kinds = [(x.shape, x.dtype) for x in like.values()]
-    numels = [shape.numel() for shape, _ in kinds]
-    parts = packed.split([-(-numel * dtype.itemsize // 8) for numel, (_, dtype) in zip(numels, kinds)])
-    views = {}
-    for name, part, numel, (shape, dtype) in zip(like, parts, numels, kinds):
-        if dtype != packed.dtype:
-            part = part.view(dtype)[:numel]
-        views[name] = part.view(shape)
-    return views

@@ -16,14 +16,13 @@ bit for bit.
 Left out: blending by dataset size without weights.
 """
 
-import hashlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from minitron.data.cache import Cache, load_arrays, save_arrays
+from minitron.data.cache import Cache, fingerprint_of, load_arrays, save_arrays
 from minitron.data.gpt import GPTDataset, Sample
 
 SURPLUS = 1.005  # Megatron asks every part for this much more than its share
@@ -38,14 +37,14 @@ class BlendedDataset:
         assert all(len(part) >= part_samples(num_samples, share) for part, share in zip(parts, shares, strict=True))
         self.parts = list(parts)
         key = f"{shares.tolist()} {num_samples}"
-        self.fingerprint = _hash(" ".join([key, *(part.fingerprint for part in parts)]))
+        self.fingerprint = fingerprint_of(" ".join([key, *(part.fingerprint for part in parts)]).encode())
 
         def build(folder: Path) -> None:
             part, sample = greedy_order(shares, num_samples)
             save_arrays(folder, part=part, sample=sample)
 
         # Only the shares decide the order, so runs over other data with the same blend share the arrays.
-        folder = cache.build_once(f"blend-{_hash(key)}", build)
+        folder = cache.build_once(f"blend-{fingerprint_of(key.encode())}", build)
         self._part, self._sample = load_arrays(folder, "part", "sample")
 
     def __len__(self) -> int:
@@ -112,7 +111,3 @@ def _rounded_shares(shares: np.ndarray, step: np.ndarray) -> np.ndarray:
     counts = np.floor(exact)
     rank = np.argsort(np.argsort(counts - exact, axis=0, kind="stable"), axis=0)
     return counts + (rank < step - counts.sum(axis=0))
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -19,7 +19,6 @@ tools/check_data.py reads it in full before a run.
 Left out: separate files for validation, except for sft; the test split is only set aside.
 """
 
-import functools
 import itertools
 import os
 from collections.abc import Callable, Sequence
@@ -161,16 +160,17 @@ def _sft(data: DataConfig, load: LoadTokenizer, cache: Cache, vocab_size: int, s
     own = data.tokenizer == "corpus"
     tokenizer: Tokenizer = build_corpus(cache, vocab_size).tokenizer if own else load(data.tokenizer, cache)
     check_vocabulary(tokenizer.vocab_size, f"data.tokenizer={data.tokenizer}", vocab_size)
-    of_their_own = data.valid_paths
 
-    @functools.cache
-    def read(paths: tuple[str, ...]) -> TokenizedFiles:
+    def read(paths: Sequence[str]) -> TokenizedFiles:
         files = [build_docstrings(cache) if path == "docstrings" else path for path in paths]
         return TokenizedFiles(files, tokenizer, cache)
 
+    train = read(data.paths)
+    valid = read(data.valid_paths) if data.valid_paths else train
+
     def dataset(which: int, samples: int) -> SFTDataset:
-        documents = read(tuple(of_their_own if which == VALID and of_their_own else data.paths))
-        chosen = range(len(documents)) if of_their_own else split_part(documents, data.split, which)
+        documents = train if which == TRAIN else valid
+        chosen = range(len(documents)) if data.valid_paths else split_part(documents, data.split, which)
         return SFTDataset(documents, chosen, samples, seq_len, seed)
 
     return tokenizer, {"source": "sft"}, dataset

@@ -70,6 +70,14 @@ class Cache(NamedTuple):
             return (folder / "text").read_text()
 
 
+def fingerprint_of(*parts: bytes | memoryview) -> str:
+    """Hash the parts, one after another, to 16 hex digits that name what they are."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()[:16]
+
+
 def reading(directory: Path) -> AbstractContextManager[None]:
     """Turn the error of a missing or damaged file, read inside, into a ValueError that names the fix."""
     what, fix = f"{directory}: this folder of data.cache_dir is damaged", "delete it, the next run builds it again"

@@ -40,7 +40,7 @@ import numpy as np
 import sentencepiece
 
 from minitron.config.files import write_json
-from minitron.data.cache import Cache, reading
+from minitron.data.cache import Cache, fingerprint_of, reading
 from minitron.data.indexed import IndexedDataset, IndexedWriter, best_dtype
 from minitron.data.tokenizers import SentencePieceTokenizer
 
@@ -83,7 +83,7 @@ def build_corpus(cache: Cache, vocab_size: int, root: str | os.PathLike[str] | N
     Raises ValueError when there is no source, or too little text for `vocab_size` pieces.
     """
     sources = read_sources(root)
-    fingerprint = fingerprint_of(sources, repr(sorted(TRAINER.items())).encode())
+    fingerprint = fingerprint_of(repr(sorted(TRAINER.items())).encode(), *contents(sources))
     name = f"corpus-{platform.python_version()}-{fingerprint}-v{vocab_size}-p{TRAINING_PIECE}"
     folder = cache.build_once(name, lambda partial: _build(partial, sources, vocab_size, fingerprint))
     with reading(folder):
@@ -109,12 +109,10 @@ def read_sources(root: str | os.PathLike[str] | None = None) -> list[tuple[str, 
     return sources
 
 
-def fingerprint_of(sources: list[tuple[str, bytes]], made_by: bytes) -> str:
-    """Hash the sources, and `made_by`, how something is made from them, to 16 hex digits."""
-    digest = hashlib.sha256(made_by)
+def contents(sources: list[tuple[str, bytes]]) -> Iterator[bytes]:
+    """Yield the name and the text of every source, for a fingerprint."""
     for name, content in sources:
-        digest.update(f"{name}\n{len(content)}\n".encode() + content)
-    return digest.hexdigest()[:16]
+        yield f"{name}\n{len(content)}\n".encode() + content
 
 
 def _build(folder: Path, sources: list[tuple[str, bytes]], vocab_size: int, fingerprint: str) -> None:
@@ -172,7 +170,8 @@ def build_docstrings(cache: Cache, root: str | os.PathLike[str] | None = None) -
     root: the folder of sources, by default this Python's standard library.  Raises ValueError when there is no source.
     """
     sources = read_sources(root)
-    fingerprint = fingerprint_of(sources, Path(__file__).read_bytes())  # another form of the pairs is another file
+    made_by = Path(__file__).read_bytes()  # another form of the pairs is another file
+    fingerprint = fingerprint_of(made_by, *contents(sources))
     name = f"docstrings-{platform.python_version()}-{fingerprint}"
     return cache.build_once(name, lambda folder: _write_pairs(folder, sources)) / "docstrings.jsonl"
 

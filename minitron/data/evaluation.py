@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,24 +20,20 @@ from minitron.runtime.observer import Observer, StepDone
 from minitron.runtime.stop import Stop
 
 
+@dataclass
 class Evaluation(Observer):
     """Logs the mean loss per token over train.eval_steps global batches, every train.eval_every steps.
 
     evaluate(batches): returns [loss sum, tokens] of a global batch, on the device. Collective over the world.
     """
 
-    def __init__(
-        self,
-        evaluate: Callable[[list[Batch]], Tensor],
-        cfg: Config,
-        mesh: Mesh,
-        dataset: Dataset | None,
-        log: Log,
-        stop: Stop,
-        meter: Meter,
-    ):
-        self.evaluate, self.cfg, self.mesh, self.dataset = evaluate, cfg, mesh, dataset
-        self.log, self.stop, self.meter = log, stop, meter
+    evaluate: Callable[[list[Batch]], Tensor]
+    cfg: Config
+    mesh: Mesh
+    dataset: Dataset | None
+    log: Log
+    stop: Stop
+    meter: Meter
 
     def after(self, done: StepDone) -> None:
         t = self.cfg.train

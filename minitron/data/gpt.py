@@ -17,13 +17,12 @@ shuffled apart from the others, so that its documents come last.  All shuffles c
 `numpy.random.RandomState(seed)`, which makes the order equal to Megatron's.
 
 The arrays are a pure function of their key (data, sequences, samples, s, seed); they are built once, cached as .npy and
-memory-mapped.  A cut is the document whose cumulative length first exceeds k*s: a cumsum and a searchsorted by blocks,
-so 100 million documents take seconds in NumPy.
+memory-mapped.  A cut is the document whose cumulative length first exceeds k*s: a cumsum and a searchsorted, so 100
+million documents take seconds in NumPy.
 
 Left out: padding of a last partial sample (Megatron can keep one for validation), s3 paths.
 """
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,12 +30,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minitron.config.files import write_json
-from minitron.data.cache import Cache, load_arrays, save_arrays
+from minitron.data.cache import Cache, fingerprint_of, load_arrays, save_arrays
 from minitron.data.indexed import DataError, IndexedDataset
 
 BLOCK_TOKENS = 1 << 20  # of a scan: a block is read twice, for its least and its largest id
 MAX_SEQUENCES = 1 << 31  # in a file: an id is an int32, as in Megatron
-BLOCK_DOCUMENTS = 1 << 20  # a block's arrays stay in the cache hierarchy; larger is not faster
 
 
 class Sample(NamedTuple):
@@ -91,7 +89,7 @@ class GPTDataset:
         self.indexed, self.vocab_size = indexed, vocab_size
         key = {"data": indexed.fingerprint, "sequences": [sequences.start, sequences.stop], "samples": num_samples}
         key |= {"seq_len": seq_len, "seed": seed}
-        self.fingerprint = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+        self.fingerprint = fingerprint_of(json.dumps(key).encode())
         name = f"gpt-{self.fingerprint}"
         folder = cache.build_once(name, lambda partial: _save_index(partial, key, indexed, sequences))
         self._documents, self._cuts, self._shuffle = load_arrays(folder, "document", "sample", "shuffle")
@@ -164,20 +162,13 @@ def build_sample_index(lengths: np.ndarray, document_index: np.ndarray, num_samp
     lengths: int32 [sequences] -> [num_samples + 1, 2], int32 while positions fit, as in Megatron.
     """
     fits = len(document_index) <= np.iinfo(np.int32).max
-    rows = np.empty((num_samples + 1, 2), np.int32 if fits else np.int64)
+    length = lengths[document_index]
+    ends = np.cumsum(length, dtype=np.int64)
+    cuts = np.arange(num_samples + 1, dtype=np.int64) * seq_len
+    document = np.searchsorted(ends, cuts, side="right")  # first document that ends beyond the cut: never empty
+    rows = np.stack([document, cuts - (ends[document] - length[document])], 1)
     rows[0] = 0  # even if the first document is empty
-    done, tokens_before = 1, 0
-    for begin in range(0, len(document_index), BLOCK_DOCUMENTS):
-        length = lengths[document_index[begin : begin + BLOCK_DOCUMENTS]]
-        ends = np.cumsum(length, dtype=np.int64) + tokens_before
-        stop = max(done, min(num_samples, (int(ends[-1]) - 1) // seq_len) + 1)
-        cuts = np.arange(done, stop, dtype=np.int64) * seq_len
-        document = np.searchsorted(ends, cuts, side="right")  # first document that ends beyond the cut: never empty
-        rows[done:stop, 0] = begin + document
-        rows[done:stop, 1] = cuts - (ends[document] - length[document])
-        done, tokens_before = stop, int(ends[-1])
-    assert done == num_samples + 1, "plan_epochs lays out enough tokens"
-    return rows
+    return rows.astype(np.int32 if fits else np.int64)
 
 
 def count_tokens(indexed: IndexedDataset, sequences: range, seq_len: int) -> int:

@@ -20,19 +20,19 @@ Left out: reading without a memory map, object stores.
 """
 
 import functools
-import hashlib
 import os
 import secrets
 import struct
 from array import array
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ContextDecorator, ExitStack
+from contextlib import AbstractContextManager, ContextDecorator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from minitron.config.files import errors_as, read_json, write_json
+from minitron.data.cache import fingerprint_of
 from minitron.runtime.status import RunError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -111,7 +111,7 @@ class IndexedDataset:
         """16 hex digits of this path that change whenever a file is replaced or written."""
         files = [os.stat(f"{self.prefix}.{kind}") for kind in ("idx", "bin")]
         state = [os.path.abspath(self.prefix), *((f.st_size, f.st_mtime_ns, f.st_ctime_ns) for f in files)]
-        return hashlib.sha256(repr(state).encode()).hexdigest()[:16]
+        return fingerprint_of(repr(state).encode())
 
     def tokens(self, begin: int, end: int) -> np.ndarray:
         """View tokens begin .. end - 1 of the whole .bin, across sequences, for scans."""
@@ -120,11 +120,8 @@ class IndexedDataset:
     @functools.cached_property
     def fingerprint(self) -> str:
         """16 hex digits of the dtype, every length, and both ends of .bin: the same wherever the files lie."""
-        digest = hashlib.sha256(f"{self.dtype.str} {len(self._bin)} ".encode())
-        digest.update(self.lengths.data)
-        for end in (self._bin[: 1 << 16], self._bin[-1 << 16 :]):
-            digest.update(end.data)
-        return digest.hexdigest()[:16]
+        ends = self._bin[: 1 << 16].data, self._bin[-1 << 16 :].data
+        return fingerprint_of(f"{self.dtype.str} {len(self._bin)} ".encode(), self.lengths.data, *ends)
 
     def _map_tokens(self) -> np.ndarray:
         path = f"{self.prefix}.bin"
@@ -140,10 +137,10 @@ class IndexedDataset:
 
 
 class IndexedWriter(AbstractContextManager["IndexedWriter"]):
-    """Write PREFIX.bin and PREFIX.idx; nothing appears under these names before `finalize`.
+    """A context manager that writes PREFIX.bin and PREFIX.idx; nothing appears under these names before its end.
 
-    As a context manager it finalizes on success and deletes its temporary files on an error.  sidecar: a dict for
-    PREFIX.json.  Memory: 12 bytes a sequence and 8 a document.
+    It deletes its temporary files after an error.  sidecar: a dict for PREFIX.json.  Memory: 12 bytes a sequence and 8
+    a document.
     Raises ValueError when the files cannot be written, whatever the reason: a path, a permission, a full disk.
     """
 
@@ -151,11 +148,9 @@ class IndexedWriter(AbstractContextManager["IndexedWriter"]):
         self.prefix = os.fspath(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.sidecar = sidecar
-        codes = {known: code for code, known in DTYPES.items()}
-        if self.dtype not in codes:
-            known = ", ".join(map(str, codes))
+        if self.dtype not in DTYPES.values():
+            known = ", ".join(map(str, DTYPES.values()))
             raise ValueError(f"dtype {self.dtype} has no code in the .idx format; use one of {known}")
-        self._code = codes[self.dtype]
         self._suffix = f".{secrets.token_hex(4)}.partial"
         self._lengths, self._document_indices = array("i"), array("q", [0])
         with _writing(self.prefix):
@@ -163,35 +158,46 @@ class IndexedWriter(AbstractContextManager["IndexedWriter"]):
             self._bin = open(f"{self.prefix}.bin{self._suffix}", "xb")
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with ExitStack() as last_of_all:
-            for name in "bin", "idx":
-                last_of_all.callback(Path(f"{self.prefix}.{name}{self._suffix}").unlink, missing_ok=True)
+        try:
             with _writing(self.prefix), self._bin:  # closing it writes what is buffered; a full disk raises
                 if kind is None:
-                    self.finalize()
+                    self._finalize()
+        finally:
+            for name in "bin", "idx":
+                Path(f"{self.prefix}.{name}{self._suffix}").unlink(missing_ok=True)
 
     def add_document(self, document: np.ndarray | Sequence[np.ndarray]) -> None:
         """Append a document: one sequence (a 1-D array) or a list of sequences (which may be empty)."""
         for sequence in [document] if isinstance(document, np.ndarray) else document:
-            tokens = self._as_tokens(np.asarray(sequence))
+            tokens = np.asarray(sequence)
+            if tokens.ndim != 1:
+                fix = "a document is a 1-D array or a list of 1-D arrays"
+                raise ValueError(f"a sequence of shape {tokens.shape} was added to {self.prefix}; {fix}")
+            if tokens.dtype != self.dtype and tokens.size and self.dtype.kind in "iu":
+                limits, least, most = np.iinfo(self.dtype), tokens.min(), tokens.max()
+                if least < limits.min or most > limits.max:
+                    why = f"token ids {least} to {most} do not fit {self.dtype} of {self.prefix}"
+                    raise ValueError(f"{why}; choose the dtype with best_dtype(vocab_size)")
             with _writing(self.prefix):
-                self._bin.write(tokens.tobytes())
+                self._bin.write(tokens.astype(self.dtype, copy=False).tobytes())
             self._lengths.append(len(tokens))
         self._document_indices.append(len(self._lengths))
 
-    def finalize(self) -> None:
+    def _finalize(self) -> None:
         """Write the index and rename: .bin first, .idx last, so that a dataset with an .idx is complete."""
         lengths = np.frombuffer(self._lengths, "<i4")
         pointers = np.zeros(len(lengths), "<i8")
         np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
         pointers *= self.dtype.itemsize
+        code = next(code for code, dtype in DTYPES.items() if dtype == self.dtype)
         with _writing(self.prefix):
             with open(f"{self.prefix}.idx{self._suffix}", "xb") as index:
-                index.write(_HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(self._document_indices)))
+                index.write(_HEADER.pack(MAGIC, VERSION, code, len(lengths), len(self._document_indices)))
                 for section in (lengths, pointers, np.frombuffer(self._document_indices, "<i8")):
                     index.write(section.tobytes())
-                _flush_to_disk(index)
-            _flush_to_disk(self._bin)
+                for file in index, self._bin:
+                    file.flush()
+                    os.fsync(file.fileno())
             self._bin.close()
             Path(f"{self.prefix}.idx").unlink(missing_ok=True)  # an older dataset disappears before its .bin changes
             os.replace(f"{self.prefix}.bin{self._suffix}", f"{self.prefix}.bin")
@@ -199,17 +205,6 @@ class IndexedWriter(AbstractContextManager["IndexedWriter"]):
             if self.sidecar is not None:
                 write_json(f"{self.prefix}.json", self.sidecar)
             os.replace(f"{self.prefix}.idx{self._suffix}", f"{self.prefix}.idx")
-
-    def _as_tokens(self, tokens: np.ndarray) -> np.ndarray:
-        if tokens.ndim != 1:
-            fix = "a document is a 1-D array or a list of 1-D arrays"
-            raise ValueError(f"a sequence of shape {tokens.shape} was added to {self.prefix}; {fix}")
-        if tokens.dtype != self.dtype and tokens.size and self.dtype.kind in "iu":
-            limits, least, most = np.iinfo(self.dtype), tokens.min(), tokens.max()
-            if least < limits.min or most > limits.max:
-                why = f"token ids {least} to {most} do not fit {self.dtype} of {self.prefix}"
-                raise ValueError(f"{why}; choose the dtype with best_dtype(vocab_size)")
-        return tokens.astype(self.dtype, copy=False)
 
 
 @_readable()
@@ -221,12 +216,10 @@ def read_sidecar(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
     fix = "delete it or preprocess the data again"
     with errors_as(DataError, lambda error: f"{path}: not JSON ({error}); {fix}", ValueError):
         sidecar = read_json(path)
-    kinds = {"tokenizer": str, "fingerprint": str, "vocab_size": int}
-    if missing := kinds.keys() - (sidecar.keys() if isinstance(sidecar, dict) else set()):
-        raise DataError(f"{path}: no {', '.join(sorted(missing))} in it; {fix}")
-    for key, kind in kinds.items():
-        if type(sidecar[key]) is not kind:
-            raise DataError(f"{path}: {key}={sidecar[key]!r} is no {'text' if kind is str else 'integer'}; {fix}")
+    for key, kind in {"tokenizer": str, "fingerprint": str, "vocab_size": int}.items():
+        value = sidecar.get(key) if isinstance(sidecar, dict) else None
+        if type(value) is not kind:
+            raise DataError(f"{path}: {key}={value!r} is no {'text' if kind is str else 'integer'}; {fix}")
     return sidecar
 
 
@@ -288,8 +281,3 @@ def _read_header(prefix: str) -> tuple[np.dtype, int, int]:
 def _writing(prefix: str) -> AbstractContextManager[None]:
     fix = "choose a prefix in a folder that you may write, with room in it"
     return errors_as(ValueError, lambda error: f"{prefix}: cannot be written ({error}); {fix}", OSError)
-
-
-def _flush_to_disk(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())

@@ -14,31 +14,23 @@ current one trains.
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config
-from minitron.data.batch import Batch, pack
+from minitron.data.batch import Batch
+from minitron.data.build import Dataset
 from minitron.data.gpt import Sample
 from minitron.parallel.tiles import as_documents, local_positions
-
-
-class Samples(Protocol):
-    """A dataset."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, i: int) -> Sample: ...
 
 
 class Loader:
     """Microbatches of `dataset` for this rank of the mesh."""
 
-    def __init__(self, dataset: Samples, cfg: Config, mesh: Mesh):
+    def __init__(self, dataset: Dataset, cfg: Config, mesh: Mesh):
         self.dataset, self.mesh = dataset, mesh
         self.micro, self.total = cfg.train.micro_batch_size, cfg.train.global_batch_size
         self.separate = cfg.data.separate_documents
@@ -70,28 +62,25 @@ class Loader:
         drawn = [self.dataset[i] for i in indices]
         tokens = np.stack([sample.tokens for sample in drawn], 1)  # [s + 1, b]
         masks = [np.ones(len(tokens) - 1, np.float32) if x.mask is None else x.mask for x in drawn]
-        positions, documents, squares, spans = self.order[:, None], None, 0.0, {}
+        positions, documents, squares = self.order[:, None], None, 0.0
         if self.separate:
             views = [separate(sample, mask) for sample, mask in zip(drawn, masks)]
             masks, bounds = [mask for mask, _, _ in views], [bounds for _, _, bounds in views]
             positions = np.stack([positions for _, positions, _ in views], 1)[self.order]
             documents = as_documents(bounds)
-            spans = {"spans": documents.spans.numpy()}
             squares = sum(np.square(np.diff(b)).sum() - sample.padding**2 for b, sample in zip(bounds, drawn))
         mask = np.stack(masks, 1)[self.order]
         arrays = {"tokens": tokens[:-1][self.order], "labels": tokens[1:][self.order], "mask": mask}
-        arrays |= {"positions": positions, "order": self.order}
-        arrays |= {"samples": np.asarray(indices), "step": np.zeros((), np.int64)} | spans
-        tensors = pack(arrays, pinned=self.mesh.device.type == "cuda")
-        if documents is not None:
-            documents = replace(documents, spans=tensors.pop("spans"))
-        return Batch(
-            **tensors,
+        arrays |= {"positions": positions, "order": self.order, "samples": np.asarray(indices)}
+        batch = Batch(
+            **{name: torch.from_numpy(array) for name, array in arrays.items()},
+            step=torch.zeros((), dtype=torch.int64),
             count=float(mask.sum(dtype=np.float64)),
             documents=documents,
             squared_lengths=float(squares),
             padding=sum(sample.padding for sample in drawn),
         )
+        return batch.pack(pinned=self.mesh.device.type == "cuda")
 
 
 def separate(sample: Sample, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

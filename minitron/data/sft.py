@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from minitron.config.files import errors_as, lines_of, parse_json, size_of
-from minitron.data.cache import Cache, load_arrays, reading, save_arrays
+from minitron.data.cache import Cache, fingerprint_of, load_arrays, reading, save_arrays
 from minitron.data.gpt import Sample
 from minitron.data.indexed import IndexedDataset, IndexedWriter, best_dtype
 from minitron.data.packing import Packing
@@ -53,14 +53,14 @@ class TokenizedFiles:
         self.paths, self.eod = [os.path.expanduser(path) for path in paths], tokenizer.eod
         self.prefix = ", ".join(self.paths)
         # Beside the fingerprint, which names what makes ids of a text: prompts begin with this token.
-        digest = hashlib.sha256(f"{FORMAT} {tokenizer.fingerprint} {tokenizer.bos}".encode())
+        hashed = [f"{FORMAT} {tokenizer.fingerprint} {tokenizer.bos}".encode()]
         for path in self.paths:
             line = lambda error: f"data.paths: {path} cannot be read ({error.strerror}); name JSONL files"
             with errors_as(ValueError, line, OSError):
                 size_of(path)
                 with open(path, "rb") as file:
-                    digest.update(hashlib.file_digest(file, "sha256").digest())
-        self.fingerprint = digest.hexdigest()[:16]
+                    hashed.append(hashlib.file_digest(file, "sha256").digest())
+        self.fingerprint = fingerprint_of(*hashed)
         folder = cache.build_once(f"sft-{self.fingerprint}", lambda partial: _tokenize(partial, self.paths, tokenizer))
         with reading(folder):
             self._file = IndexedDataset(folder / "documents")

@@ -8,13 +8,12 @@ dataset can record which one made it, wherever the files are.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import sentencepiece
 
-from minitron.data.cache import Cache
+from minitron.data.cache import Cache, fingerprint_of
 
 
 class Tokenizer(Protocol):
@@ -44,7 +43,7 @@ class ByteTokenizer:
 
     vocab_size, eod, bos = 257, 256, None
     special: Mapping[str, int] = {}
-    fingerprint = hashlib.sha256(b"bytes").hexdigest()[:16]
+    fingerprint = fingerprint_of(b"bytes")
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -70,7 +69,7 @@ class SentencePieceTokenizer:
             why = "the model has no end-of-sentence piece, so documents cannot be separated"
             raise ValueError(f"{name}: {why}; train it with one")
         self.special: Mapping[str, int] = {self._model.id_to_piece(i): i for i in (self.bos, self.eod) if i is not None}
-        self.fingerprint = hashlib.sha256(model).hexdigest()[:16]
+        self.fingerprint = fingerprint_of(model)
 
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text)

@@ -277,16 +277,13 @@ def test_exports_that_cannot_be(bases, tmp_path):
     [
         (
             {"finetune": {"base": "x"}},
-            "finetune.base=x has no effect with finetune.kind=null; drop it, or set finetune.kind=sft or lora",
+            "finetune.base=x does not go with finetune.kind=null; drop it, or set finetune.kind=sft or lora",
         ),
         (
             {"finetune": {"kind": "sft", "base": "x"}, "checkpoint": {"load": "y"}},
-            "finetune.base=x and checkpoint.load=y both give the weights to start from; drop one of them",
+            "finetune.base=x does not go with checkpoint.load=y; drop it",
         ),
-        (
-            {"finetune": {"kind": "sft"}, "lora": {"rank": 4}},
-            "lora.rank=4 has no effect with finetune.kind=sft; drop it",
-        ),
+        ({"finetune": {"kind": "sft"}, "lora": {"rank": 4}}, "lora.rank=4 does not go with finetune.kind=sft; drop it"),
         (
             {"finetune": {"kind": "lora"}, "lora": {"targets": ("q", "query")}},
             "lora.targets=[q,query]: a llama model has no query; use some of qkv, q, k, v, o, gate, up, down",
@@ -308,7 +305,7 @@ def test_exports_that_cannot_be(bases, tmp_path):
             "lora.targets=[o,o] must name each layer once",
         ),
         ({"finetune": {"kind": "lora"}, "lora": {"targets": ()}}, "lora.targets=[] must name each layer once"),
-        ({"data": {"document_length": 5}}, "data.document_length=5 is of random documents, and data.source=corpus has"),
+        ({"data": {"document_length": 5}}, "data.document_length=5 does not go with data.source=corpus"),
     ],
 )
 def test_rules(change, error):

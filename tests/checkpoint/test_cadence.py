@@ -79,8 +79,8 @@ def test_nothing_is_chosen_without_measurements():
         (["checkpoint.every=auto"], "checkpoint.every=auto follows from how often the job fails; set checkpoint.mtbf_"),
         (["checkpoint.mtbf_hours=3"], "checkpoint.mtbf_hours=3.0 has no effect without checkpoint.every=auto or "),
         (["checkpoint.every=often"], "checkpoint.every=often is not an integer, or auto, or null"),
-        (["checkpoint.local_dir=d", "checkpoint.dir=null"], "checkpoint.local_dir=d has no effect with"),
-        (["checkpoint.local_every=5"], "checkpoint.local_every=5 has no effect with checkpoint.local_dir=null"),
+        (["checkpoint.local_dir=d", "checkpoint.dir=null"], "checkpoint.local_dir=d does not go with"),
+        (["checkpoint.local_every=5"], "checkpoint.local_every=5 does not go with checkpoint.local_dir=null"),
         (["checkpoint.local_dir=d"], "checkpoint.local_dir=d is checkpoint.dir, which all nodes share"),
     ],
 )

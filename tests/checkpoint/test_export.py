@@ -293,8 +293,8 @@ time.sleep(600)
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["checkpoint.export=hf"], "checkpoint.export=hf has no effect with checkpoint.dir=null; drop it, or set"),
-        (["checkpoint.export_every=2", "checkpoint.dir=x"], "checkpoint.export_every=2 has no effect with"),
+        (["checkpoint.export=hf"], "checkpoint.export=hf does not go with checkpoint.dir=null; drop it, or set"),
+        (["checkpoint.export_every=2", "checkpoint.dir=x"], "checkpoint.export_every=2 does not go with"),
         (
             ["checkpoint.export=hf", "checkpoint.dir=x", "model.positions=learned"],
             "model.positions=learned cannot be exported: transformers' llama has rope; export another",

@@ -60,10 +60,10 @@ def test_the_schema_refuses_what_a_run_refuses(key):
         for part in reversed(key.name.split(".")):
             tree = {part: tree}
         try:
-            rules._check_ranges(cli.from_tree(tree, "json"), "")
+            rules._check_keys(cli.from_tree(tree, "json"))
             taken = True
-        except ValueError:
-            taken = False
+        except ValueError as error:
+            taken = "does not go with" in str(error)  # another key's value, which a schema of one key does not know
         assert VALIDATOR.is_valid(tree) == taken, (key.name, value)
 
 

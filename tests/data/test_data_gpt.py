@@ -61,22 +61,19 @@ def write(prefix, documents):
     num_samples=st.integers(1, 60),
     s=st.integers(1, 9),
     seed=st.integers(0, 2**32 - 1),
-    block=st.sampled_from([1, 3, 1 << 20]),
 )
-def test_samples_equal_the_plain_rule(tmp_path_factory, lengths, ends, num_samples, s, seed, block):
+def test_samples_equal_the_plain_rule(tmp_path_factory, lengths, ends, num_samples, s, seed):
     folder = tmp_path_factory.mktemp("samples")
     tokens = iter(range(10**6))
     documents = [[next(tokens) for _ in range(length)] for length in lengths]
     sequences = range(*sorted(min(end, len(lengths)) for end in ends))
     indexed = write(folder / "d", documents)
     arguments = (indexed, sequences, num_samples, s, seed, Cache(folder / "cache"), 10**6)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpt, "BLOCK_DOCUMENTS", block)
-        if sum(lengths[i] for i in sequences) < s + 1:
-            with pytest.raises(ValueError, match=r"fewer than one sample of train\.seq_len.*change data\.split"):
-                GPTDataset(*arguments)
-            return
-        dataset = GPTDataset(*arguments)
+    if sum(lengths[i] for i in sequences) < s + 1:
+        with pytest.raises(ValueError, match=r"fewer than one sample of train\.seq_len.*change data\.split"):
+            GPTDataset(*arguments)
+        return
+    dataset = GPTDataset(*arguments)
     expected = plain_samples(documents, sequences, num_samples, s, seed)
     assert len(dataset) == len(expected) >= num_samples
     for i, (tokens, starts) in enumerate(expected):

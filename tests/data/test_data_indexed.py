@@ -249,8 +249,8 @@ def test_errors_of_the_writer(tmp_path):
     "text, message",
     [
         ("{", "not JSON"),
-        ("[]", "no fingerprint, tokenizer, vocab_size in it"),
-        ('{"tokenizer": "bytes"}', "no fingerprint, vocab_size in it"),
+        ("[]", "tokenizer=None is no text; delete it"),
+        ('{"tokenizer": "bytes"}', "fingerprint=None is no text; delete it"),
         ('{"tokenizer": "bytes", "fingerprint": "f", "vocab_size": "x"}', "vocab_size='x' is no integer; delete it"),
         ('{"tokenizer": "bytes", "fingerprint": 3, "vocab_size": 9}', "fingerprint=3 is no text; delete it"),
         ('{"tokenizer": "bytes", "fingerprint": "f", "vocab_size": true}', "vocab_size=True is no integer"),

@@ -8,7 +8,7 @@ import torch
 
 from layouts import LLAMA, config
 from minitron.comm.mesh import Mesh
-from minitron.data.batch import Batch, pack
+from minitron.data.batch import Batch
 from minitron.data.gpt import Sample
 from minitron.data.loader import Loader
 from minitron.data.mock import MockDataset
@@ -80,7 +80,7 @@ def test_a_packed_batch_arrives_as_it_was(s, b):
     arrays = {name: generator.integers(0, 100, (s, b)) for name in ("tokens", "labels")}
     arrays |= {"mask": generator.random((s, b), np.float32), "positions": np.arange(s)[:, None], "order": np.arange(s)}
     arrays |= {"samples": np.arange(b), "step": np.full((), 5)}
-    batch = Batch(**pack(arrays, pinned=False), count=0.0)
+    batch = Batch(**{name: torch.from_numpy(array) for name, array in arrays.items()}, count=0.0).pack(pinned=False)
     moved = batch.to(torch.device("cpu"))
     for name, array in arrays.items():
         for tensor in (getattr(batch, name), getattr(moved, name)):

@@ -240,7 +240,7 @@ def test_short_last_group_deadlocks(monkeypatch):
         ((0, 1, 4), "pp=0 must be at least 1"),
         ((2, 0, 4), "vp=0 must be at least 1"),
         ((2, 2, 0), "num_microbatches=0 must be at least 1"),
-        ((1, 2, 4), "vp=2 interleaves chunks of several pipeline ranks, but pp=1; use vp=1 or pp=2 or more"),
+        ((1, 2, 4), "vp=2 .* parallel.pp=1; use parallel.vp=1"),
     ],
 )
 @pytest.mark.parametrize("maker", [make, forward_only])
