@@ -194,7 +194,7 @@ def test_all_ranks_stop_at_the_first_gate_that_nobody_had_passed(most):
     The ranks measure different step times, which change.
     """
     whole = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for seed in range(8):
+    for seed in range(4):
         store, rng, passed, closed = dist.PrefixStore(str(seed), whole), random.Random(seed), [0] * 4, []
         signer = Signer("secret" * (seed % 2), str(seed))
 
@@ -548,10 +548,9 @@ def test_a_rank_ends_whose_last_line_nobody_takes(monkeypatch):
     monkeypatch.setattr(os, "_exit", statuses.append)
     monkeypatch.setattr(signals, "LINE_SECONDS", 0.1, raising=False)
     with Listener({}) as listener:
-        listener.report_to(lambda text: full.wait(5))
+        listener.report_to(lambda text: full.wait(PATIENCE))
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(1.0)
-        assert statuses == [143]
+        eventually(lambda: statuses == [143])
         full.set()
         eventually(lambda: len(statuses) == 2)  # while _exit is patched
 
