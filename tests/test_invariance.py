@@ -87,7 +87,7 @@ DROPOUT = {"model": {"hidden_dropout": 0.2}}
 ATTENTION_DROPOUT = {"model": {"hidden_dropout": 0.2, "attention_dropout": 0.2}}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("world,layout", LAYOUTS)
 def test_llama(ranks, world, layout):
     assert_equals_one_process(ranks, world, LLAMA, NONE, axes(layout))
@@ -135,7 +135,7 @@ def test_documents_kept_apart(ranks, world, layout):
     assert_equals_one_process(ranks, world, LLAMA, DOCUMENTS, axes(layout))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "world,layout",
     [
@@ -164,7 +164,7 @@ def test_attention_dropout(ranks, world, layout, recompute):
     assert_equals_one_process(ranks, world, GPT3, ATTENTION_DROPOUT, axes(layout), {"train": {"recompute": recompute}})
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "world,layout",
     [
@@ -182,7 +182,7 @@ def test_recomputation_changes_nothing(ranks, base, world, layout, recompute):
     assert_equals_one_process(ranks, world, base, DROPOUT, axes(layout), {"train": {"recompute": recompute}})
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "world,layout,recompute",
     [
@@ -297,7 +297,7 @@ def test_many_buckets(ranks, world, layout):
 HALF = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "world,layout", [(1, "pp=1"), (2, "tp=2"), (2, "cp=2"), (4, "pp=2 vp=2"), (8, "tp=2 pp=2 vp=2 cp=2")]
 )

@@ -4,7 +4,7 @@ hypothesis draws a case and prints one that fails as the keys of a command line;
 a line to CASES: it is tried first from then on. Cases are built so that rules rarely refuse them: a size is drawn as a
 multiple of what must divide it. `tests/exactly.py` says how a case is compared.
 
-    python -m pytest tests/test_random_layouts.py                   20 cases, always the same
+    python -m pytest tests/test_random_layouts.py                   12 cases, always the same
     python -m pytest -m slow tests/test_random_layouts.py           300 on up to eight ranks, other ones each time
 """
 
@@ -111,7 +111,7 @@ def examples(test):
     return test
 
 
-@settings(max_examples=20, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate], **HYPOTHESIS)
+@settings(max_examples=12, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate], **HYPOTHESIS)
 @examples
 @given(case=cases(3))
 def test_a_random_layout_equals_one_process(ranks, case):

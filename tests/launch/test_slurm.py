@@ -486,6 +486,7 @@ def healed(stage: Stage, job: int) -> dict:
 SAVES = f"{TINY} checkpoint.every=5"
 
 
+@pytest.mark.slow
 def test_a_killed_rank_does_not_cost_the_place_in_the_queue(cluster, stage):
     job = stage.submit(cluster, EXTRA_ARGS=SAVES)
     until(lambda: len(stage.metrics(job)) > 6, 600, lambda: stage.output(job))
