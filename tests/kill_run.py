@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import gc
 import json
 import os
 import random
@@ -132,6 +133,7 @@ class Ranks:
 
 def _rank(environment: dict, argv: list[str], output: str) -> None:
     """What a forked process does: run pretrain as this rank."""
+    gc.freeze()  # no collection writes to pages that it shares with the server
     os.environ.update({name: str(value) for name, value in environment.items()})
     file = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(file, 1)

@@ -47,7 +47,7 @@ from minitron.runtime.stop import Diverged, Stop
 
 def test_a_hang_is_reported_with_rank_coordinates_action_and_collective(tmp_path):
     layout = ("parallel.tp=2", "parallel.pp=2", "log.every=1000000")
-    with Run(tmp_path, "sleep@2", *layout, "train.hang_seconds=6", ranks=4) as run:
+    with Run(tmp_path, "sleep@2", *layout, "train.hang_seconds=20", ranks=4) as run:
         run.wait_for('"step": 2', run.folder / "metrics.jsonl")
         status, _, output = run.end()
     assert status == 1 and re.search(r"exitcode *: 124", output)  # of the watch; gloo's timeout comes a minute later
@@ -56,7 +56,7 @@ def test_a_hang_is_reported_with_rank_coordinates_action_and_collective(tmp_path
         ("pp 0, dp 0, cp 0, tp 0", "pp 0, dp 0, cp 0, tp 1", "pp 1, dp 0, cp 0, tp 0", "pp 1, dp 0, cp 0, tp 1")
     ):
         stood = re.match(rf"{re.escape(f'({cell})')} has not moved for (\d+) s\n", blocks[rank])
-        assert stood and int(stood[1]) >= 6, output
+        assert stood and int(stood[1]) >= 20, output
         for name in (f"rank-{rank}.log", "errors.log"):
             assert f" rank {rank}: rank {rank} ({cell}) has not moved" in (run.folder / name).read_text()
     assert "host: step 3, Forward(mb=1, chunk=0)\n" in blocks[2] and "time.sleep(1000)" in blocks[2]
