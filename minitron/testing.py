@@ -28,6 +28,7 @@ pickled. Left out: GPU workers (launch those with torchrun) and worlds of severa
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -179,6 +180,7 @@ def _stacks(workers: dict[int, _Worker], patience_seconds: float = 2.0) -> dict[
 def _serve(connection: Connection, port: int, stack_file: str) -> None:
     """Serve as a worker: one job after another, until the parent closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends its workers
+    gc.freeze()  # no collection writes to pages that the workers share
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     with open(stack_file, "w") as file:

@@ -3,7 +3,7 @@
 import os
 import signal
 from collections import Counter
-from pathlib import Path
+from functools import partial
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a fork of a process whose OpenMP has threads hangs in its first loop
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from minitron.testing import RankPool
+from warm import PRELOAD
 
 # How long an example takes says more about the machine's other work than about the code.
 hypothesis.settings.register_profile("minitron", deadline=None)
@@ -21,32 +22,36 @@ hypothesis.settings.load_profile("minitron")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Eight ranks keep both cores of a small machine busy, and some of these files bound the time that a run takes.
-ONE_AFTER_ANOTHER = {f"test_{name}" for name in ("faults", "invariance", "kill", "lora", "optim", "overlap", "testing")}
+MOST_WORKERS = 4  # each may start eight ranks, which need half a GiB each
+# Files that take minutes begin first, the longest one at once: else the last of them would run alone.
+LONGEST = [
+    f"test_{name}"
+    for name in "faults slurm invariance supervisor jube replay planner checkpoint local fp8 kill helm dryrun rerun "
+    "fp8_weights random_layouts fuzz tokenizers_hostile scale replicas install lora vocabulary deferred".split()
+]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
-    """Of `-n auto`: one worker for those files, and one for the others. None on GPUs: each test has them for itself."""
-    return 0 if torch.cuda.is_available() else 2
+    """Of `-n auto`: two workers for a core, since many tests wait. None on GPUs: each test has them for itself."""
+    return 0 if torch.cuda.is_available() else min(2 * (os.cpu_count() or 1), MOST_WORKERS)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """A worker takes a whole file, for its fixtures; first of all, one takes those files as if they were one."""
+    """A worker takes a whole file, for its fixtures; workers take the files of LONGEST before all others."""
     from xdist.scheduler import LoadFileScheduling
 
-    class Scheduler(LoadFileScheduling):
-        def _split_scope(self, nodeid):
-            file = super()._split_scope(nodeid)
-            return "one after another" if Path(file).stem in ONE_AFTER_ANOTHER else file
-
-    return Scheduler(config, log)
+    config.option.loadscopereorder = False  # by the number of tests
+    return LoadFileScheduling(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Leave to the slow run all but each n-th case of a test marked `sampled(n, *kept)`, and those with a kept id."""
+    """Sort files as LONGEST has them. Leave to the slow run all but each n-th case of a test marked
+    `sampled(n, *kept)`, and those with a kept id."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
     seen = Counter()
     for item in items:
         if sampled := item.get_closest_marker("sampled"):
@@ -59,6 +64,6 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def ranks():
-    """ranks(world_size, fn, *args, timeout=300, **kwargs): what each of `world_size` gloo ranks returned."""
-    with RankPool(preload=("pytest", "hypothesis", "minitron.train")) as pool:
-        yield pool.run
+    """ranks(world_size, fn, *args, timeout=600, **kwargs): what each of `world_size` gloo ranks returned."""
+    with RankPool(preload=PRELOAD) as pool:
+        yield partial(pool.run, timeout=600.0)

@@ -40,6 +40,7 @@ import torch
 import torch.distributed as dist
 
 import replay as twin
+import warm
 from minitron import pretrain
 from minitron.checkpoint import format as files
 from minitron.comm import activity as activities
@@ -78,33 +79,38 @@ PATIENCE = 600.0  # seconds that a test waits for what must come, on a machine w
 class Run:
     """A run in the background: so many ranks under torchrun, or one plain process (None).
 
+    fresh: its processes are new Pythons, whose variables /proc shows, and not forks of one that has imported torch.
     `wait_for` and `end` fail when their patience ends, and at the end no process is left.
     """
 
     def __init__(
-        self, folder: Path, fault: str, *argv: str, ranks: int | None, on_gpus: bool = False, restarts: int = 0
+        self,
+        folder: Path,
+        fault: str,
+        *argv: str,
+        ranks: int | None,
+        on_gpus: bool = False,
+        restarts: int = 0,
+        fresh: bool = False,
     ):
         self.folder, self.output, self.ranks = folder / "log", folder / "output", ranks
-        torchrun = [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(ranks),
-            "--max-restarts",
-            str(restarts),
-        ]
-        launch = [sys.executable, *(torchrun if ranks else []), "tests/fault_run.py", fault]
+        torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {ranks} --max-restarts {restarts}".split()
+        words = [*(torchrun if ranks else []), "tests/fault_run.py", fault, *TINY]
+        words += [f"data.cache_dir={folder / 'cache'}", f"log.dir={self.folder}", *argv]
         hidden = {} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""}
-        with open(self.output, "w") as output:
-            self.process = subprocess.Popen(
-                [*launch, *TINY, f"data.cache_dir={folder / 'cache'}", f"log.dir={self.folder}", *argv],
-                cwd=ROOT,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH, **hidden},
-            )
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH, **hidden}
+        if on_gpus or fresh:
+            with open(self.output, "w") as output:
+                self.process = subprocess.Popen(
+                    [sys.executable, *words],
+                    cwd=ROOT,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    env=env,
+                )
+        else:
+            self.process = warm.start(words, self.output, cwd=ROOT, env=env)
 
     def __enter__(self):
         return self
@@ -384,15 +390,6 @@ def main(planted, *argv):
         fault, *arguments = one.split("@")
         {"none": lambda: None, **{fault.__name__: fault for fault in (*faults, dies, patient)}}[fault](*arguments)
     pretrain.main(list(argv))
-
-
-def forked(output, environ, *arguments):
-    """Run `main` in a fork of a process that has imported torch, with this environment; it prints to a file."""
-    with open(output, "w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    os.environ.update(environ)
-    main(*arguments)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import gc
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -32,11 +32,12 @@ from collections import Counter
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])  # the repository, not this folder
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
 
+import warm
 from benchmarks import record
 from minitron import pretrain
 from minitron.checkpoint.directory import checkpoints, newest
@@ -75,10 +76,7 @@ class Ranks:
 
     def __init__(self, store: dist.TCPStore, world: int, argv: list[str], output: Path):
         self.store, self.output = store, output  # it is served as long as somebody has it
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(
-            ["pytest", "hypothesis", "torch.fx.experimental.symbolic_shapes", "minitron.pretrain"]
-        )  # if no test has started it yet
+        context = warm.context()
         shared = {
             "WORLD_SIZE": world,
             "LOCAL_WORLD_SIZE": world,
@@ -135,6 +133,7 @@ class Ranks:
 
 def _rank(environment: dict, argv: list[str], output: str) -> None:
     """What a forked process does: run pretrain as this rank."""
+    gc.freeze()  # no collection writes to pages that it shares with the server
     os.environ.update({name: str(value) for name, value in environment.items()})
     file = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(file, 1)

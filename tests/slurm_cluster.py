@@ -77,7 +77,7 @@ class Cluster:
 
     def run(self, *command: str, **variables: str) -> subprocess.CompletedProcess:
         """A command of Slurm's, with these environment variables."""
-        return subprocess.run(command, env=self.environment | variables, capture_output=True, text=True, timeout=300)
+        return subprocess.run(command, env=self.environment | variables, capture_output=True, text=True, timeout=600)
 
     def submit(self, *arguments: str, **variables: str) -> int:
         """The id of a new batch job."""
@@ -89,7 +89,7 @@ class Cluster:
         """What `scontrol show job` says of it."""
         return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "show", "job", str(job)).stdout))
 
-    def wait(self, job: int, *states: str, seconds: float = 400) -> dict[str, str]:
+    def wait(self, job: int, *states: str, seconds: float = 600) -> dict[str, str]:
         """Until the job is in one of these states, by default any that it ends in."""
         states = states or ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
         return until(
@@ -128,11 +128,11 @@ class Cluster:
             *(f"--{what}-file={self.folder}/munge.{what}" for what in ("pid", "seed", "log")),
             f"--socket={self.folder}/munge.socket",
         )
-        until((self.folder / "munge.socket").exists, 20, self.logs)
+        until((self.folder / "munge.socket").exists, 120, self.logs)
         self._daemon(stack, "slurmctld", "-D", "-c")
         for node in ("node1", "node2"):
             self._daemon(stack, "slurmd", "-D", "-c", "-N", node)
-        until(lambda: self.run("sinfo", "--noheader", "--format=%t %D").stdout == "idle 2\n", 30, self.logs)
+        until(lambda: self.run("sinfo", "--noheader", "--format=%t %D").stdout == "idle 2\n", 120, self.logs)
 
     def _daemon(self, stack: ExitStack, *command: str) -> None:
         with open(self.folder / f"{command[0]}.{len(list(self.folder.iterdir()))}.log", "w") as output:

@@ -57,7 +57,7 @@ STEPS_BESIDE = 12  # that a run may make at a fault, until it is noticed and cou
 HANG_SECONDS = 12
 DEAD_SECONDS = 8  # without a beat, until a node is lost; on a machine with other work, too
 OWN_PARTS = "import", "build", "load", "prepare", "first_step"  # of a start: what the ranks do themselves
-PATIENCE = 240.0  # seconds for a recovery, on a machine with other work, too
+PATIENCE = 600.0  # seconds for a recovery, on a machine with other work, too
 EXPECTED = {
     "rank": "rank {rank} on {host} was killed by SIGKILL",
     "agent": "the agent on {host} was killed by SIGKILL",

@@ -82,7 +82,7 @@ def test_the_norm_counts_every_weight_once(ranks, base, world, layout):
     assert figures[0]["grad_norm"] == pytest.approx(norm, rel=TOLERANCE)
     # a weight too many or too few would show
     assert sum(square > 1e-3 * sum(squares.values()) for square in squares.values()) > 3
-    for steps, _ in ranks(world, train_steps, config(base, SMALL, tied, axes(layout)), timeout=300):
+    for steps, _ in ranks(world, train_steps, config(base, SMALL, tied, axes(layout)), timeout=600):
         assert steps[0]["grad_norm"] == pytest.approx(norm, rel=TOLERANCE)
 
 

@@ -47,7 +47,7 @@ def assert_equals_one_process(ranks, world: int, base: dict, change: dict, *layo
     figures, gradients = twin(base, size, change)
     cfg = config(base, size, change, *layout)
     rules.check(cfg, world)
-    results = ranks(world, run, cfg, timeout=300)
+    results = ranks(world, run, cfg, timeout=600)
     for rank, (_, parts) in enumerate(results):
         for name, (grad, how) in parts.items():
             assert_close_rel(grad, part_of(gradients[name], how), TOLERANCE, f"gradient of {name} on rank {rank}")
@@ -87,7 +87,7 @@ DROPOUT = {"model": {"hidden_dropout": 0.2}}
 ATTENTION_DROPOUT = {"model": {"hidden_dropout": 0.2, "attention_dropout": 0.2}}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("world,layout", LAYOUTS)
 def test_llama(ranks, world, layout):
     assert_equals_one_process(ranks, world, LLAMA, NONE, axes(layout))
@@ -135,7 +135,7 @@ def test_documents_kept_apart(ranks, world, layout):
     assert_equals_one_process(ranks, world, LLAMA, DOCUMENTS, axes(layout))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "world,layout",
     [
@@ -170,7 +170,7 @@ def test_attention_dropout_with_grouped_queries(ranks, layout):
     assert_equals_one_process(ranks, 4, LLAMA, ATTENTION_DROPOUT, axes(layout))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "world,layout",
     [
@@ -188,7 +188,7 @@ def test_recomputation_changes_nothing(ranks, base, world, layout, recompute):
     assert_equals_one_process(ranks, world, base, DROPOUT, axes(layout), {"train": {"recompute": recompute}})
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "world,layout,recompute",
     [
@@ -208,6 +208,7 @@ def test_weight_gradients_apart(ranks, base, world, layout, recompute):
     assert_equals_one_process(ranks, world, base, DROPOUT, layout, {"train": {"recompute": recompute}})
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "world,layout,counts",
     [
@@ -241,6 +242,7 @@ def test_micro_batch_size_changes_nothing(ranks, world, layout, micro):
     assert_equals_one_process(ranks, world, LLAMA, change, axes(layout), {"train": {"micro_batch_size": micro}})
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "world,layout", [(3, "pp=3 vp=2"), (3, "pp=3"), (3, "pp=3 schedule=zb-h1"), (6, "pp=3 vp=2 tp=2"), (4, "pp=4 vp=2")]
 )
@@ -251,6 +253,7 @@ def test_microbatches_that_are_no_multiple_of_the_stages(ranks, world, layout):
 TIED = {"model": {"tie_embeddings": True}}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "world,layout,recompute,micro",
     [
@@ -266,6 +269,7 @@ def test_documents_dropout_and_recomputation_together(ranks, world, layout, reco
     assert_equals_one_process(ranks, world, GPT3, change, axes(layout), more)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "world,layout", [(2, "pp=2"), (2, "tp=2"), (8, "tp=2 pp=2 vp=2"), (4, "pp=2 cp=2 sequence_parallel=off")]
 )
@@ -288,6 +292,7 @@ def train_with_small_buckets(cfg):
         Gradients.__init__ = original
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "world,layout", [(2, ""), (8, "tp=2 pp=2 vp=2"), (4, "cp=2 overlap_grads=off"), (4, "pp=2 schedule=zb-h1")]
 )
@@ -298,7 +303,7 @@ def test_many_buckets(ranks, world, layout):
 HALF = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "world,layout", [(1, "pp=1"), (2, "tp=2"), (2, "cp=2"), (4, "pp=2 vp=2"), (8, "tp=2 pp=2 vp=2 cp=2")]
 )
@@ -310,7 +315,7 @@ def test_half_precision_is_as_near_to_float32_in_every_layout(ranks, base, world
     (_, exact), (_, single) = twin(base, SMALL), twin(base, SMALL, half)
     allowed = mean_error({name: (grad, None) for name, grad in single.items()}, exact)
     assert HALF[dtype] < allowed < 0.1, "the comparison would prove nothing"
-    for _, parts in ranks(world, train_steps, config(base, SMALL, half, axes(layout)), timeout=300):
+    for _, parts in ranks(world, train_steps, config(base, SMALL, half, axes(layout)), timeout=600):
         assert mean_error(parts, exact) <= 1.5 * allowed
 
 
@@ -337,7 +342,7 @@ def test_gradients_in_bf16_are_off_by_the_rounding_of_their_sums_in_every_layout
     """
     grads = {"optimizer": {"grad_dtype": "bf16"}}
     figures, exact = twin(base, SMALL)
-    for steps, parts in ranks(world, train_steps, config(base, SMALL, grads, axes(layout)), timeout=300):
+    for steps, parts in ranks(world, train_steps, config(base, SMALL, grads, axes(layout)), timeout=600):
         for name, (grad, how) in parts.items():
             assert grad.dtype == torch.bfloat16
             expected = part_of(exact[name], how)

@@ -126,7 +126,7 @@ def test_imports_point_downwards():
 def test_an_import_loads_no(module, without):
     names = tuple(name if name == "torch" else f"minitron.{name}" for name in without)
     code = f"import sys, {module}; print([m for m in sys.modules if m.startswith({names})])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.stdout == "[]\n", done.stdout + done.stderr
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import warm
 from minitron.config import cli
 from minitron.data.indexed import IndexedWriter
 from minitron.pretrain import run
@@ -34,13 +35,7 @@ TINY = [
 def pretrain(*argv, ranks=None, **variables):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
-    return subprocess.run(
-        [sys.executable, *launcher, "-m", "minitron.pretrain", *TINY, *argv],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-    )
+    return warm.run(*launcher, "-m", "minitron.pretrain", *TINY, *argv, env=environment)
 
 
 def records(folder: Path, kind: str) -> list[dict]:
@@ -59,7 +54,7 @@ main()
 print("loaded:", sorted({{"triton", "torch._inductor"}} & sys.modules.keys()))
 """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr
     assert "kernels: plain" in done.stdout + done.stderr and "loaded: []" in done.stdout
 
@@ -187,13 +182,7 @@ def test_an_id_that_only_training_meets_is_one_line(tmp_path, monkeypatch):
         "train.steps=200",
         f"data.cache_dir={tmp_path}",
     ]
-    done = subprocess.run(
-        [sys.executable, "-c", scanned, *TINY, *argv],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    )
+    done = warm.run("-c", scanned, *TINY, *argv)
     assert done.returncode == 1
     assert done.stderr.startswith("error: ") and "299" in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
@@ -233,12 +222,6 @@ def test_out_of_memory_names_the_part(options, part):
         "    return build_(*args)\n"
         "pretrain.build = build\npretrain.main(sys.argv[1:])\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *TINY, *options],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    )
+    done = warm.run("-c", code, *TINY, *options)
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
     assert re.match(rf"error: out of memory at ({part}); use more ranks .*tools/plan.py", done.stderr), done.stderr

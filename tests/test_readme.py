@@ -1,13 +1,12 @@
 """What the READMEs say exists: files, keys with their values, options of the tools, links, modules, figures."""
 
 import re
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+import warm
 from benchmarks import table
 from minitron.config import cli
 from readmes import READMES, ROOT, blocks
@@ -127,7 +126,7 @@ def test_the_options_are_there(tool):
         if tool in text
         for option in re.findall(r"(?<=\s)--[\w-]+", text[text.index(tool) :])
     }
-    shown = subprocess.run([sys.executable, str(ROOT / tool), "--help"], capture_output=True, text=True).stdout
+    shown = warm.run(ROOT / tool, "--help").stdout
     assert not [option for option in options if not re.search(rf"(?<![\w-]){option}(?![\w-])", shown)]
 
 

@@ -626,7 +626,7 @@ def test_checkpoints_are_measured_under_torchrun(tmp_path):
         ],
         cwd=record.ROOT,
         check=True,
-        timeout=240,
+        timeout=600,
     )
     assert json.loads((tmp_path / "results.jsonl").read_text())["world"] == 2
 

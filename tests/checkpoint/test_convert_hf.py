@@ -616,7 +616,7 @@ def test_memory_is_that_of_one_tensor(tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)},
     )
     assert run.returncode == 0, run.stderr
@@ -637,7 +637,7 @@ def test_the_command_says_what_comes_next_and_ends_in_one_line_otherwise(folders
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         env=os.environ | {"PYTHONPATH": ""},
     )
     assert again.returncode == 1

@@ -282,7 +282,7 @@ time.sleep(600)
 """
     one, lines = exporter(tmp_path, tool, monkeypatch)
     one.saved(tmp_path / "step_1", 1)
-    end = time.monotonic() + 60
+    end = time.monotonic() + 600
     while not list(tmp_path.glob("*.partial-*")) and time.monotonic() < end:
         time.sleep(0.02)
     one.close(signal.SIGTERM)

@@ -97,7 +97,7 @@ def test_processes_that_build_at_once_never_read_half_a_folder(tmp_path):
     for rank in ranks:
         rank.stdin.write("\n")
         rank.stdin.flush()
-    errors = [rank.communicate(timeout=300)[1] for rank in ranks]
+    errors = [rank.communicate(timeout=600)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * 4, errors
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"folder-{i}" for i in range(20))
 
@@ -206,7 +206,7 @@ def test_a_builder_killed_at_any_moment_leaves_a_whole_folder_or_none(tmp_path):
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         text=True,
         capture_output=True,
-        timeout=300,
+        timeout=600,
     )
     assert run.returncode == 0, run.stderr
     assert int(run.stdout) > 8, "it was killed before each of its operations on files"

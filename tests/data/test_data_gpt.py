@@ -173,7 +173,7 @@ def test_processes_at_once_build_once_and_agree(tmp_path):
     for rank in ranks:
         rank.stdin.write("\n")
         rank.stdin.flush()
-    outputs = {rank.communicate(timeout=300)[0] for rank in ranks}
+    outputs = {rank.communicate(timeout=600)[0] for rank in ranks}
     assert len(outputs) == 1 and outputs != {""} and all(rank.returncode == 0 for rank in ranks)
     assert (tmp_path / "builds").read_text() == "built\n"
 

@@ -40,7 +40,7 @@ def variables(stage, **more):
 def check(*arguments, env, script="check.sh") -> tuple[int, dict[str, tuple[str, str]]]:
     """The status, and of each part its mark and its text."""
     done = subprocess.run(
-        ["bash", f"launch/{script}", *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60
+        ["bash", f"launch/{script}", *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=600
     )
     if script == "check.sh":
         assert done.stderr == ""

@@ -53,7 +53,7 @@ def bin_folder(wheel, tmp_path_factory):
 
 def typed(bin_folder: Path, folder: Path, *command: str) -> subprocess.CompletedProcess:
     env = ENV | {"OMP_NUM_THREADS": "1", "PATH": f"{bin_folder}{os.pathsep}{ENV['PATH']}"}
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
 
 
 def test_the_wheel_holds_what_users_name(wheel):

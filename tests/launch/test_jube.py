@@ -239,7 +239,7 @@ def write_benchmark(folder: Path, **parameters: str | int) -> None:
 
 def jube(folder: Path, *command: str, status: int = 0, **variables: str) -> str:
     result = subprocess.run(
-        ["jube", *command], cwd=folder, env=os.environ | variables, capture_output=True, text=True, timeout=300
+        ["jube", *command], cwd=folder, env=os.environ | variables, capture_output=True, text=True, timeout=600
     )
     assert result.returncode == status, result.stdout + result.stderr
     return result.stdout
@@ -337,7 +337,7 @@ def test_jube_on_slurm(tmp_path):
         out = work / "job.out"
         until(
             lambda: out.exists() and len(seconds_of(out.read_text())) > 2 or (work / "error").exists(),
-            120,
+            600,
             cluster.logs,
         )
         cluster.run("scancel", "--signal=USR1", "--name=nlp-all")  # what --signal=USR1@120 does

@@ -78,7 +78,7 @@ class Stage:
             text=True,
             env=os.environ | self.variables | variables,
             cwd=self.folder,
-            timeout=120,
+            timeout=600,
         )
 
 
@@ -207,7 +207,7 @@ def test_dataset_by_slurm_jobs_then_training_on_it(cluster, stage, tmp_path):
         text=True,
         env=cluster.environment | stage.variables | {"SLURM_PARTITION": "batch", "WORKERS": "1"},
         capture_output=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     for job in re.findall(r": job (\d+), ", done.stdout):
@@ -400,7 +400,7 @@ def test_setup_fetches_what_fine_tuning_reads(stage, tools):
 def run_preempted(cluster, stage, preempt, **variables):
     """A job of 50 steps that `preempt(job)` stops in between; once it has gone on by itself, the job and both logs."""
     job = stage.submit(cluster, **variables)
-    until(lambda: stage.metrics(job) or cluster.job(job)["JobState"] == "FAILED", 200, lambda: stage.output(job))
+    until(lambda: stage.metrics(job) or cluster.job(job)["JobState"] == "FAILED", 600, lambda: stage.output(job))
     preempt(job)
     cluster.wait(job, "PENDING")
     reached = len(stage.metrics(job))
@@ -444,7 +444,7 @@ def test_a_job_with_a_log_dir_of_its_own_goes_on_as_well(cluster, stage):
     """Its script once looked for the last line in its own folder, found none, and ended as if all steps were done."""
     logs, extra = stage.folder / "logs", f"{TINY} log.dir=~/logs"
     job = stage.submit(cluster, EXTRA_ARGS=extra, HOME=str(stage.folder))
-    until(lambda: (logs / "metrics.jsonl").exists(), 200, lambda: stage.output(job))
+    until(lambda: (logs / "metrics.jsonl").exists(), 600, lambda: stage.output(job))
     cluster.run("scancel", "--batch", "--signal=USR1", str(job))
     cluster.wait(job, "PENDING")
     facts = cluster.wait(job)
@@ -456,7 +456,7 @@ def test_a_job_with_a_log_dir_of_its_own_goes_on_as_well(cluster, stage):
 @pytest.mark.slow
 def test_a_stopped_job_without_checkpoints_fails(cluster, stage):
     job = stage.submit(cluster, CHECKPOINT_DIR="none")
-    until(lambda: stage.metrics(job), 200, lambda: stage.output(job))
+    until(lambda: stage.metrics(job), 600, lambda: stage.output(job))
     cluster.run("scancel", "--batch", "--signal=USR1", str(job))
     assert cluster.wait(job)["JobState"] == "FAILED"
     assert "SIGUSR1: stopped after iteration" in stage.output(job) and "; nothing was saved" in stage.output(job)
@@ -486,9 +486,10 @@ def healed(stage: Stage, job: int) -> dict:
 SAVES = f"{TINY} checkpoint.every=5"
 
 
+@pytest.mark.slow
 def test_a_killed_rank_does_not_cost_the_place_in_the_queue(cluster, stage):
     job = stage.submit(cluster, EXTRA_ARGS=SAVES)
-    until(lambda: len(stage.metrics(job)) > 6, 200, lambda: stage.output(job))
+    until(lambda: len(stage.metrics(job)) > 6, 600, lambda: stage.output(job))
     agents = processes(job, "supervise.agent")
     os.kill(max(pid for pid in agents if parent(pid) in agents), signal.SIGKILL)
     facts = cluster.wait(job)
@@ -501,11 +502,11 @@ def test_a_killed_rank_does_not_cost_the_place_in_the_queue(cluster, stage):
 @pytest.mark.slow
 def test_a_lost_node_sends_the_job_back_to_the_queue_without_it(cluster, stage):
     job = stage.submit(cluster, EXTRA_ARGS=SAVES)
-    until(lambda: len(stage.metrics(job)) > 6, 200, lambda: stage.output(job))
+    until(lambda: len(stage.metrics(job)) > 6, 600, lambda: stage.output(job))
     [pid] = processes(job, "supervise", "--node 1 ")
     os.kill(pid, signal.SIGKILL)
     facts = cluster.wait(job, "PENDING")
-    until(lambda: cluster.job(job)["ExcNodeList"] == "node2", 20, lambda: stage.output(job))
+    until(lambda: cluster.job(job)["ExcNodeList"] == "node2", 600, lambda: stage.output(job))
     assert healed(stage, job)["cause"] == "node 1 (node2) is lost; 1 nodes are left of 2", facts
     assert "; back to the queue without node2\n" in stage.output(job)
     cluster.run("scontrol", "update", f"JobId={job}", "ExcNodeList=")  # the test has no third node
@@ -517,7 +518,7 @@ def test_a_lost_node_sends_the_job_back_to_the_queue_without_it(cluster, stage):
 @pytest.mark.slow
 def test_a_spare_node_takes_the_place_of_a_lost_one(cluster, stage):
     job = stage.submit(cluster, EXTRA_ARGS=SAVES, SPARE_NODES="1", RUN_CONF_GPUS_PER_NODE="2")
-    until(lambda: len(stage.metrics(job)) > 6, 200, lambda: stage.output(job))
+    until(lambda: len(stage.metrics(job)) > 6, 600, lambda: stage.output(job))
     [pid] = processes(job, "supervise", "--node 0 ")
     os.kill(pid, signal.SIGKILL)
     facts = cluster.wait(job)
@@ -529,12 +530,12 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(cluster, stage):
 def test_a_job_that_was_told_to_stop_does_not_come_back_to_a_node_that_it_excludes(cluster, stage):
     """As after a device that computed wrongly: a spare took the node's place, and later the job's time was up."""
     job = stage.submit(cluster, "-N1", EXTRA_ARGS=SAVES, RUN_CONF_GPUS_PER_NODE="2")
-    until(lambda: len(stage.metrics(job)) > 6, 200, lambda: stage.output(job))
+    until(lambda: len(stage.metrics(job)) > 6, 600, lambda: stage.output(job))
     node = cluster.job(job)["NodeList"]
     [run] = stage.folder.glob(f"results/*/*/*/*/{job}")
     (run / "excluded_nodes").write_text(f"{node}\n")
     cluster.run("scancel", "--batch", "--signal=USR1", str(job))
-    until(lambda: cluster.job(job)["Restarts"] == "1" and cluster.job(job)["ExcNodeList"] == node, 60)
+    until(lambda: cluster.job(job)["Restarts"] == "1" and cluster.job(job)["ExcNodeList"] == node, 600)
     facts = cluster.wait(job)
     assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), stage.output(job)
     assert facts["NodeList"] != node and f"which was saved; back to the queue without {node}\n" in stage.output(job)
@@ -543,7 +544,7 @@ def test_a_job_that_was_told_to_stop_does_not_come_back_to_a_node_that_it_exclud
 @pytest.mark.slow
 def test_the_job_of_a_drained_node_goes_on_elsewhere(cluster, stage):
     job = stage.submit(cluster, "-N1", EXTRA_ARGS=SAVES, RUN_CONF_GPUS_PER_NODE="2")
-    until(lambda: len(stage.metrics(job)) > 6, 200, lambda: stage.output(job))
+    until(lambda: len(stage.metrics(job)) > 6, 600, lambda: stage.output(job))
     node = cluster.job(job)["NodeList"]
     cluster.run("scontrol", "update", f"NodeName={node}", "State=DRAIN", "Reason=test")
     cluster.run("scontrol", "requeue", str(job))
@@ -688,7 +689,7 @@ class Stubs:
             self.process = subprocess.Popen(["bash", "-c", job], cwd=ROOT, env=env, stdout=said, stderr=said)
 
     def end(self) -> tuple[int, str]:
-        return self.process.wait(60), self.output.read_text()
+        return self.process.wait(600), self.output.read_text()
 
 
 REPORT = "SIGUSR1: stopped after iteration 5, which was saved"
@@ -744,7 +745,7 @@ def test_a_signal_as_the_ranks_end_does_not_hide_how_they_ended(tmp_path):
     """scancel, to hand the signal on, may take seconds; the status of the wait that it ended was taken for theirs."""
     ranks = f"touch running; until [ -e told ]; do sleep 0.05; done; echo '{REPORT}' >>rank-0.log"
     job = Stubs(tmp_path, ranks, scancel=f"touch {tmp_path}/run/told; sleep 1")
-    until((tmp_path / "run" / "running").exists, 60, job.output.read_text)
+    until((tmp_path / "run" / "running").exists, 600, job.output.read_text)
     job.process.send_signal(signal.SIGUSR1)
     status, said = job.end()
     assert status == 0 and f"{REPORT}; back to the queue\n" in said, said

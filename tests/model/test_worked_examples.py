@@ -1,7 +1,6 @@
 """The examples of minitron/README.md and tests/README.md, as they stand: they run, and train the same everywhere."""
 
 import os
-import subprocess
 import sys
 from functools import partial
 from importlib import import_module
@@ -12,6 +11,7 @@ import torch
 import transformers
 
 import test_invariance
+import warm
 from layouts import LLAMA, config, dataset_of, mesh_of, train_steps
 from minitron.data.loader import Loader
 from minitron.interop import hf_write as hf_export
@@ -193,12 +193,12 @@ def test_an_example_has_the_logits_of_transformers(examples, name):
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_is_a_program(examples, name):
     """It takes minitron.pretrain's keys, and says so of a wrong one."""
-    command = [sys.executable, f"{name}.py", "data.source=mock", "precision.dtype=fp32", "train.steps=1"]
+    command = [f"{name}.py", "data.source=mock", "precision.dtype=fp32", "train.steps=1"]
     env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    run = partial(subprocess.run, cwd=examples, env=env, capture_output=True, text=True)
-    done = run(command)
+    run = partial(warm.run, *command, cwd=examples, env=env)
+    done = run()
     assert done.returncode == 0 and "iteration        1/       1" in done.stdout, done.stderr
-    wrong = run([*command, "parallel.tp=3"])
+    wrong = run("parallel.tp=3")
     assert wrong.returncode == 1 and wrong.stderr.startswith("error: parallel.tp"), wrong.stderr
 
 

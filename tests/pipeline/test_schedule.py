@@ -692,7 +692,7 @@ def test_impossible_drawings(layout, seconds, message):
 
 def draw_pipeline(*args):
     tool = [sys.executable, ROOT / "tools" / "draw_pipeline.py", *args]
-    return subprocess.run(tool, capture_output=True, text=True, timeout=300)
+    return subprocess.run(tool, capture_output=True, text=True, timeout=600)
 
 
 def test_tool_draws(tmp_path):
@@ -744,4 +744,4 @@ def test_tool_refuses_with_one_line(args, message):
 
 def test_schedules_need_no_torch():
     code = "import sys, minitron.planner.draw; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=300).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=600).returncode == 0

@@ -413,7 +413,7 @@ def pretrain(*argv):
         capture_output=True,
         text=True,
         env=environment,
-        timeout=300,
+        timeout=600,
     )
 
 

@@ -2,14 +2,13 @@
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+import warm
 from benchmarks import calibration, ceilings, record
 from benchmarks.cases import CASES
 from layouts import DATA_PARALLEL
@@ -165,21 +164,12 @@ def test_a_given_layout_that_is_the_fastest_is_said_to_be(capsys):
 
 
 def test_a_job_that_does_not_fit_is_one_line_and_status_1():
-    command = [
-        sys.executable,
-        str(ROOT / "tools/plan.py"),
-        *LLAMA,
-        "train.global_batch_size=16",
-        "--world",
-        "4",
-        "--device",
-        "h100",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    command = [ROOT / "tools/plan.py", *LLAMA, "train.global_batch_size=16", "--world", "4", "--device", "h100"]
+    done = warm.run(*command)
     assert done.returncode == 1 and "does not fit" in done.stdout
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and "; use " in done.stderr
     change = done.stderr.strip().split("; use ")[1].split()
-    assert subprocess.run([*command, *change], capture_output=True, timeout=120).returncode == 0
+    assert warm.run(*command, *change).returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -881,6 +881,7 @@ def test_the_search_finds_what_trying_everything_finds(memory_gib, recompute):
     assert any("rule" in reason for reason in found.reasons)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("memory_gib", [8.0, 2.4])
 def test_what_less_memory_costs_is_what_trying_everything_finds(memory_gib):
     """Each is the fastest that fits into nine tenths of the one before, of all layouts and all they may recompute."""

@@ -4,7 +4,6 @@ import ctypes
 import dataclasses
 import json
 import math
-import multiprocessing
 import os
 import random
 import re
@@ -25,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 import fault_run
+import warm
 from fault_run import PATIENCE, PYTHONPATH, ROOT, TINY, Run
 from minitron import pretrain
 from minitron.checkpoint.directory import checkpoints
@@ -47,7 +47,7 @@ from minitron.runtime.stop import Diverged, Stop
 
 def test_a_hang_is_reported_with_rank_coordinates_action_and_collective(tmp_path):
     layout = ("parallel.tp=2", "parallel.pp=2", "log.every=1000000")
-    with Run(tmp_path, "sleep@2", *layout, "train.hang_seconds=6", ranks=4) as run:
+    with Run(tmp_path, "sleep@2", *layout, "train.hang_seconds=20", ranks=4) as run:
         run.wait_for('"step": 2', run.folder / "metrics.jsonl")
         status, _, output = run.end()
     assert status == 1 and re.search(r"exitcode *: 124", output)  # of the watch; gloo's timeout comes a minute later
@@ -55,8 +55,8 @@ def test_a_hang_is_reported_with_rank_coordinates_action_and_collective(tmp_path
     for rank, cell in enumerate(
         ("pp 0, dp 0, cp 0, tp 0", "pp 0, dp 0, cp 0, tp 1", "pp 1, dp 0, cp 0, tp 0", "pp 1, dp 0, cp 0, tp 1")
     ):
-        # The listener looks once a second.
-        assert re.match(rf"{re.escape(f'({cell})')} has not moved for [67] s\n", blocks[rank]), output
+        stood = re.match(rf"{re.escape(f'({cell})')} has not moved for (\d+) s\n", blocks[rank])
+        assert stood and int(stood[1]) >= 20, output
         for name in (f"rank-{rank}.log", "errors.log"):
             assert f" rank {rank}: rank {rank} ({cell}) has not moved" in (run.folder / name).read_text()
     assert "host: step 3, Forward(mb=1, chunk=0)\n" in blocks[2] and "time.sleep(1000)" in blocks[2]
@@ -194,7 +194,7 @@ def test_all_ranks_stop_at_the_first_gate_that_nobody_had_passed(most):
     The ranks measure different step times, which change.
     """
     whole = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for seed in range(8):
+    for seed in range(4):
         store, rng, passed, closed = dist.PrefixStore(str(seed), whole), random.Random(seed), [0] * 4, []
         signer = Signer("secret" * (seed % 2), str(seed))
 
@@ -265,7 +265,8 @@ def test_a_gate_whose_key_somebody_deletes_is_closed_all_the_same(secret, store)
 def test_a_stranger_at_the_store_of_a_run_does_not_stop_it(tmp_path, monkeypatch):
     """It writes the key of the gate to torchrun's store. The run names the key and goes on until it gets a signal."""
     monkeypatch.setenv("MINITRON_SECRET", secret := "b7c1e0")
-    with Run(tmp_path, "none", "parallel.tp=2", f"checkpoint.dir={tmp_path / 'saved'}", ranks=2) as run:
+    saved = f"checkpoint.dir={tmp_path / 'saved'}"
+    with Run(tmp_path, "none", "parallel.tp=2", saved, ranks=2, fresh=True) as run:
         worker = run.training().workers()[0]
         environ = Path(f"/proc/{worker}/environ").read_text().split("\0")
         port = next(int(x.partition("=")[2]) for x in environ if x.startswith("MASTER_PORT="))
@@ -547,10 +548,9 @@ def test_a_rank_ends_whose_last_line_nobody_takes(monkeypatch):
     monkeypatch.setattr(os, "_exit", statuses.append)
     monkeypatch.setattr(signals, "LINE_SECONDS", 0.1, raising=False)
     with Listener({}) as listener:
-        listener.report_to(lambda text: full.wait(5))
+        listener.report_to(lambda text: full.wait(PATIENCE))
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(1.0)
-        assert statuses == [143]
+        eventually(lambda: statuses == [143])
         full.set()
         eventually(lambda: len(statuses) == 2)  # while _exit is patched
 
@@ -648,8 +648,6 @@ def join(tmp_path, fault="none", ranks=(0, 1), address="127.0.0.1", port=None, a
 
     torch's own time limits are a day, so ranks that wait for others end by hang_seconds or not at all.
     """
-    context = multiprocessing.get_context("forkserver")  # whose processes die with a test that fails
-    context.set_forkserver_preload(["minitron.pretrain"])
     environ = {
         "WORLD_SIZE": "2",
         "MASTER_ADDR": address,
@@ -660,15 +658,15 @@ def join(tmp_path, fault="none", ranks=(0, 1), address="127.0.0.1", port=None, a
     keys = f"data.cache_dir={tmp_path / 'cache'}", f"log.dir={tmp_path / 'log'}", "train.hang_seconds=2"
     started = {}
     for rank in ranks:
-        arguments = tmp_path / f"output-{rank}", environ | {"RANK": str(rank)}, f"patient+{fault}", *TINY, *keys
-        started[rank] = context.Process(target=fault_run.forked, args=arguments, daemon=True)
-        started[rank].start()
-    ends = {}
-    for rank, process in started.items():
-        process.join(PATIENCE)
-        ends[rank] = process.exitcode, (tmp_path / f"output-{rank}").read_text()
-        process.kill()
-    return ends
+        words = fault_run.__file__, f"patient+{fault}", *TINY, *keys
+        env = os.environ | environ | {"RANK": str(rank)}
+        started[rank] = warm.start(words, tmp_path / f"output-{rank}", cwd=ROOT, env=env)
+    try:
+        statuses = {rank: process.wait(PATIENCE) for rank, process in started.items()}
+    finally:
+        for process in started.values():
+            process.kill()
+    return {rank: (status, (tmp_path / f"output-{rank}").read_text()) for rank, status in statuses.items()}
 
 
 def is_lost(end, rank, address="127.0.0.1", pages=False):

@@ -78,7 +78,7 @@ def read(folder):
     return [whole(path) for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"))]
 
 
-def whole(path, patience=60.0):
+def whole(path, patience=600.0):
     """Read what W&B's own process writes, and on a busy machine goes on writing after it has said that it has ended."""
     deadline, code = time.monotonic() + patience, None
     while code is None and time.monotonic() < deadline:
@@ -216,7 +216,7 @@ def test_idle_and_slow_clients_of_prometheus_cost_one_descriptor(tmp_path):
             clients.append(client := socket.socket())
             client.setblocking(False)
             client.connect_ex(("127.0.0.1", port))
-        slow = socket.create_connection(("127.0.0.1", port), timeout=60)
+        slow = socket.create_connection(("127.0.0.1", port), timeout=600)
         clients.append(slow)
         with pytest.raises(OSError):  # each byte is early enough, the request is late
             while True:
@@ -226,7 +226,7 @@ def test_idle_and_slow_clients_of_prometheus_cost_one_descriptor(tmp_path):
         assert len(os.listdir(f"/proc/{process.pid}/fd")) < 128
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
-        assert "SIGTERM: stopped after iteration" in process.communicate(timeout=120)[0] and process.returncode == 0
+        assert "SIGTERM: stopped after iteration" in process.communicate(timeout=600)[0] and process.returncode == 0
     finally:
         process.kill()
         process.wait()

@@ -70,7 +70,7 @@ def test_logits_equal_megatron_s(tmp_path, kind):
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "MASTER_PORT": str(29700 + os.getpid() % 200)},
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     convert(tmp_path / "ckpt", tmp_path / "ours")

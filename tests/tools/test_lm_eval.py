@@ -56,7 +56,7 @@ def test_the_recipe_gives_the_model_s_answers(tmp_path):
         env=os.environ | offline,
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     (samples,) = (tmp_path / "out").rglob("samples_*.jsonl")

@@ -2,11 +2,11 @@
 
 import json
 import re
-import subprocess
 import sys
 
 import pytest
 
+import warm
 from minitron.data.corpus import read_sources
 from minitron.interop.tokenizers import load_tokenizer
 from readmes import ROOT, blocks
@@ -50,11 +50,11 @@ def test_the_page_s_five_commands_give_a_model(tmp_path, form):
     for words in commands():
         words = [word.replace("32000", "600").replace("my.jsonl", f"my.{form}") for word in words]
         if words[0] == "torchrun":
-            words = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words[1:], *SMALL]
+            words = ["-m", "torch.distributed.run", "--standalone", *words[1:], *SMALL]
             words[words.index("8")] = "2"
         else:
-            words = [sys.executable, *words[1:]] + (["--max-tokens", "5"] if "--prompt" in words else [])
-        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+            words = words[1:] + (["--max-tokens", "5"] if "--prompt" in words else [])
+        done = warm.run(*words, cwd=tmp_path)
         assert done.returncode == 0, done.stderr[-2000:]
         if "--prompt" in words:
             assert done.stdout.startswith("Once upon a time")

@@ -172,7 +172,7 @@ def test_the_command_draws_both_pictures(tmp_path):
     b = write(tmp_path / "b", records([8.0]))
     command = [sys.executable, plot_run.__file__, str(a), str(b)]
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout.isascii() and "The loss is well below the unigram entropy" in done.stdout
     rate = (100.0 + 200.0 + 300.0 + 400.0) / 4
@@ -322,6 +322,6 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
     read, closed = os.pipe()
     os.close(read)
     command = [sys.executable, plot_run.__file__, str(directory)]
-    done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=120)
+    done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=600)
     os.close(closed)
     assert done.stderr == "" and done.returncode == 128 + signal.SIGPIPE

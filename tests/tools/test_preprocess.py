@@ -30,7 +30,7 @@ def tool(name, *arguments, **changes):
         env=ENVIRONMENT | changes,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
 
 
@@ -242,7 +242,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
         "1",
     ]
     limited = ["bash", "-c", 'ulimit -f 200; exec "$@"', "limited", *map(str, words)]  # files of at most 200 KiB
-    run = subprocess.run(limited, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(limited, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
     assert "out_text_document: cannot be written ([Errno 27] File too large)" in one_line_error(run)
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
@@ -298,7 +298,7 @@ def test_ctrl_c_is_one_line_and_leaves_nothing(tmp_path):
     """A terminal sends it to every process of the group."""
     process, workers = long_run(tmp_path)
     os.killpg(process.pid, signal.SIGINT)
-    stderr = process.communicate(timeout=300)[1].replace("\r", "\n")
+    stderr = process.communicate(timeout=600)[1].replace("\r", "\n")
     assert process.returncode == 130 and stderr.endswith("error: interrupted\n") and "Traceback" not in stderr, stderr
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
@@ -310,7 +310,7 @@ def test_a_killed_run_leaves_no_dataset_and_no_process(tmp_path, victim):
     """The input is large enough to be still under way when the victim is killed."""
     process, workers = long_run(tmp_path)
     os.kill(process.pid if victim == "parent" else workers[0], signal.SIGKILL)
-    stderr = process.communicate(timeout=300)[1]
+    stderr = process.communicate(timeout=600)[1]
     assert process.returncode == (-signal.SIGKILL if victim == "parent" else 1)
     if victim == "worker":
         assert "error: an encoding process was killed" in stderr

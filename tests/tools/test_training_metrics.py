@@ -116,7 +116,7 @@ def dllogger_file(path, seconds, first=0):
 
 
 def command(*argv):
-    return subprocess.run([sys.executable, tool.__file__, *map(str, argv)], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, tool.__file__, *map(str, argv)], capture_output=True, text=True, timeout=600)
 
 
 def test_the_documented_command_prints_what_is_documented(tmp_path):
