@@ -44,7 +44,14 @@ _reduce_scatter_op = getattr(dist, "reduce_scatter_single", None) or dist.reduce
 def _start(
     kind: str, call: Callable[..., dist.Work], axis: Axis, *tensors: Tensor, wait: bool = True, **options: Any
 ) -> Handle[Tensor]:
-    """Call `call(*tensors)` over `axis`. The first tensor is the result, the last one this rank's input."""
+    """Call `call(*tensors)` over `axis`. The first tensor is the result, the last one this rank's input.
+
+    One rank copies its input to the result, unless it is there already.
+    """
+    if axis.size == 1:
+        if tensors[0].data_ptr() != tensors[-1].data_ptr():
+            tensors[0].copy_(tensors[-1])
+        return Handle(tensors[0])
     num_bytes = tensors[-1].nbytes
     axis.activity.record(kind, axis, tensors[-1], axis.ranks)
     axis.activity.enter(kind, axis, num_bytes, wait)
@@ -75,19 +82,11 @@ def all_reduce_(
 
 def all_gather_into(out: Tensor, x: Tensor, axis: Axis, *, wait: bool = True) -> Handle[Tensor]:
     """Gather the ranks' x [m, ...] into out [P m, ...], in axis order. Contiguous; x may be out's own slice."""
-    if axis.size == 1:
-        if out.data_ptr() != x.data_ptr():
-            out.copy_(x)
-        return Handle(out)
     return _start("all-gather", _gather_op, axis, out, x, wait=wait)
 
 
 def reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis, *, wait: bool = True) -> Handle[Tensor]:
     """Write this rank's slice (dim 0) of the sum of x over `axis` to out. Contiguous; out may be x's own slice."""
-    if axis.size == 1:
-        if out.data_ptr() != x.data_ptr():
-            out.copy_(x)
-        return Handle(out)
     return _start("reduce-scatter", _reduce_scatter_op, axis, out, x, wait=wait)
 
 
