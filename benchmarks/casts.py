@@ -59,7 +59,7 @@ def cases(of: str, m: int, f: int) -> dict[str, tuple[int, Call, Call]]:
 
     if "norm" in of:
         weight, bias = torch.ones_like(x[0]), torch.zeros_like(x[0]) if of == "layer norm" else None
-        inputs = x, dy, bias, weight, bias, 1e-5
+        inputs = (x, dy, bias), weight, bias, 1e-5
 
         def normed() -> object:
             cast = fused.add_norm(*inputs, CastInto(scale, amax, FP8_DTYPES["x"]))[1]
