@@ -105,9 +105,8 @@ class WeightScales:
 
     def __init__(self, num_weights: int, delayed: DelayedScaling | None, device: torch.device):
         self.scale = torch.ones(num_weights, device=device)
-        self.scale_inv = torch.ones(num_weights, 4, device=device)[
-            :, 0
-        ]  # cuBLAS reads factors at multiples of 16 bytes
+        # cuBLAS reads factors at multiples of 16 bytes.
+        self.scale_inv = torch.ones(num_weights, 4, device=device)[:, 0]
         self.amax, self.delayed = torch.zeros_like(self.scale), delayed
 
     def begin(self) -> bool:

@@ -173,7 +173,7 @@ def test_products_in_pieces_add_up_what_was_made_for_each_rank(size, rank):
         set_stream=lambda stream: None,
     )
 
-    def product(x, weight, out=None):
+    def product(x, out=None):
         y = x.rowwise @ weight
         return y if out is None else out.copy_(y)
 
@@ -184,9 +184,9 @@ def test_products_in_pieces_add_up_what_was_made_for_each_rank(size, rank):
         for _ in range(3):
             payload = Payload(x, None)
             expected = (x @ weight).unflatten(0, (size, 2)).sum(0)
-            torch.testing.assert_close(comm.matmul_scatter(payload, product, weight, 6), expected)
-            torch.testing.assert_close(comm.start_matmul_scatter(payload, product, weight, 6).wait(), expected)
-            y, kept = comm.gather_matmul(payload, product, weight, 6, keep=True)
+            torch.testing.assert_close(comm.matmul_scatter(payload, product, 6), expected)
+            torch.testing.assert_close(comm.start_matmul_scatter(payload, product, 6).wait(), expected)
+            y, kept = comm.gather_matmul(payload, product, 6, keep=True)
             assert torch.equal(kept.rowwise, x.repeat(size, 1))
             torch.testing.assert_close(y, (x @ weight).repeat(size, 1))
 

@@ -12,7 +12,7 @@ from minitron.comm.mesh import Axis, Mesh
 from minitron.config import rules
 from minitron.config.schema import PrecisionConfig
 from minitron.data.loader import Loader
-from minitron.kernels import fp8_torch, plain
+from minitron.kernels import fp8_torch
 from minitron.kernels.fp8 import Fp8Gemm, Fp8State, Fp8States
 from minitron.kernels.fp8_scales import (
     FP8_DTYPES,
@@ -25,7 +25,7 @@ from minitron.kernels.fp8_scales import (
 )
 from minitron.kernels.fp8_torch import Operand
 from minitron.kernels.gemm import Gemm
-from minitron.kernels.kernels import choose_fp8
+from minitron.kernels.kernels import Kernels, choose_fp8
 from minitron.kernels.param import GradSlot
 from minitron.parallel.layer_context import LayerContext
 from minitron.parallel.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
@@ -52,9 +52,8 @@ def precision(recipe: str, **keys) -> PrecisionConfig:
 
 def state_of(recipe: str, mesh: Mesh) -> Fp8State:
     """Those of a model of one block."""
-    return Fp8State(
-        precision(recipe), range(1), 1, False, mesh, choose_fp8(precision(recipe), CPU), Gemm(plain.add_product)
-    )
+    cfg = config({"model": {"num_layers": 1}, "precision": {"fp8": recipe, "fp8_backend": "torch"}})
+    return Fp8State(cfg, range(1), False, mesh, Kernels(fp8=choose_fp8(cfg.precision, CPU)))
 
 
 def values(payload, columns: bool = False) -> torch.Tensor:
