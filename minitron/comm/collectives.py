@@ -1,4 +1,4 @@
-"""Every collective that autograd sees, beside its adjoint.
+"""The collectives of autograd, each beside its adjoint.
 
 A linear map's backward pass is its transpose. So each collective has a partner that runs in the backward pass. Papers
 on tensor parallelism call two of them f, before a column-parallel product, and g, after a row-parallel one. The
@@ -44,14 +44,7 @@ _reduce_scatter_op = getattr(dist, "reduce_scatter_single", None) or dist.reduce
 def _start(
     kind: str, call: Callable[..., dist.Work], axis: Axis, *tensors: Tensor, wait: bool = True, **options: Any
 ) -> Handle[Tensor]:
-    """Call `call(*tensors)` over `axis`. The first tensor is the result, the last one this rank's input.
-
-    One rank copies its input to the result, unless it is there already.
-    """
-    if axis.size == 1:
-        if tensors[0].data_ptr() != tensors[-1].data_ptr():
-            tensors[0].copy_(tensors[-1])
-        return Handle(tensors[0])
+    """Call `call(*tensors)` over `axis`. The first tensor is the result, the last one this rank's input."""
     num_bytes = tensors[-1].nbytes
     axis.activity.record(kind, axis, tensors[-1], axis.ranks)
     axis.activity.enter(kind, axis, num_bytes, wait)
@@ -82,11 +75,19 @@ def all_reduce_(
 
 def all_gather_into(out: Tensor, x: Tensor, axis: Axis, *, wait: bool = True) -> Handle[Tensor]:
     """Gather the ranks' x [m, ...] into out [P m, ...], in axis order. Contiguous; x may be out's own slice."""
+    if axis.size == 1:
+        if out.data_ptr() != x.data_ptr():
+            out.copy_(x)
+        return Handle(out)
     return _start("all-gather", _gather_op, axis, out, x, wait=wait)
 
 
 def reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis, *, wait: bool = True) -> Handle[Tensor]:
     """Write this rank's slice (dim 0) of the sum of x over `axis` to out. Contiguous; out may be x's own slice."""
+    if axis.size == 1:
+        if out.data_ptr() != x.data_ptr():
+            out.copy_(x)
+        return Handle(out)
     return _start("reduce-scatter", _reduce_scatter_op, axis, out, x, wait=wait)
 
 

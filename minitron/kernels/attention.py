@@ -89,7 +89,8 @@ def choose(
 
     `auto` chooses the fastest backend that can run: on CUDA cuDNN, then flash, and `fused` with dropout or `documents`;
     on CPU flash. It chooses `reference` if none of them can (float32 on CUDA, dropout on CPU). On a `ring` of ranks
-    each document is a tile. cuDNN would compile a plan for each new length, so flash comes first.
+    each document is a tile. cuDNN would compile a plan for each new length, so flash comes first. On the meta device,
+    for dry runs, the formulas replace the backend's kernels.
     Raises ValueError if the backend that `name` asks for cannot run.
     """
     device = torch.device(device)

@@ -1,7 +1,7 @@
 """FP8 products of the linear layers: which tensor is cast when, and with which scale.
 
-Problem: an FP8 GEMM takes half the time of a bf16 one. But a cast reads and writes memory like any other pass, an 8-bit
-number spans few magnitudes, and a scale that follows the data costs another pass or a collective. The idea:
+Problem: an FP8 GEMM takes half the time of a bf16 one. But a cast reads and writes memory like any other pass. An 8-bit
+number spans few magnitudes, so each tensor needs a scale. To find it costs another pass or a collective. The idea:
 
     cast every tensor once, for all products that read it           x: forward, weight gradient
                                                                     dy: input gradient, weight gradient
@@ -38,7 +38,7 @@ from minitron.comm.mesh import Axis, Mesh
 from minitron.config.schema import Config
 from minitron.config.sizes import fp8_layers
 from minitron.kernels.fp8_scales import FP8_DTYPES, ROLES, DelayedScaling, Fp8WeightScale, WeightScales, roll_histories
-from minitron.kernels.fp8_torch import Operand, TorchFp8
+from minitron.kernels.fp8_torch import Operand, ScaleAndAmax, TorchFp8
 from minitron.kernels.gemm import ALONE, DTYPES, Activation, CastInto, Gemm, Payload, Product
 from minitron.kernels.kernels import Kernels
 from minitron.kernels.param import Param, add_gradient
@@ -70,13 +70,13 @@ class Fp8Gemm(Gemm):
         return None if self.scaling is None else self.scaling.history[:, self.first : self.first + len(ROLES)]
 
     def quantize(self, x: Tensor, gathered: Axis = ALONE, *, columnwise: bool, record: bool) -> Payload:
-        return self.backend.cast(x, "x", gathered, *self._scale("x", record), columnwise)
+        return self.backend.cast(x, "x", gathered, self._scale("x", record), columnwise)
 
     def cast_before(self, record: bool) -> CastInto | None:
         return self._cast_into("x", record)
 
     def quantize_grad(self, dy: Tensor, gathered: Axis = ALONE, *, columnwise: bool) -> Payload:
-        return self.backend.cast(dy, "dy", gathered, *self._scale("dy", True), columnwise)
+        return self.backend.cast(dy, "dy", gathered, self._scale("dy", True), columnwise)
 
     def forward(self, weight: Tensor, bias: Tensor | None = None) -> Product:
         w = self._quantized(weight)
@@ -117,11 +117,11 @@ class Fp8Gemm(Gemm):
             scale_inv, rows = self.fp8_scale.scale_inv, weight.detach()
             self._weight = Payload(rows, scale_inv, self.backend.transpose(rows), scale_inv)
         elif self._weight is None:
-            known = (None, None) if self.frozen else self._scale("weight", True)
-            self._weight = self.backend.cast(weight.detach(), "weight", ALONE, *known, True)
+            known: ScaleAndAmax = (None, None) if self.frozen else self._scale("weight", True)
+            self._weight = self.backend.cast(weight.detach(), "weight", ALONE, known, True)
         return self._weight
 
-    def _scale(self, role: str, record: bool) -> tuple[Tensor | None, Tensor | None]:
+    def _scale(self, role: str, record: bool) -> ScaleAndAmax:
         if self.scaling is None:
             return None, None
         return self.scaling.scale_and_amax(self.first + ROLES.index(role), record)

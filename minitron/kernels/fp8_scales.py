@@ -47,9 +47,9 @@ def scale_of(amax: Tensor, limits: Tensor | float) -> Tensor:
 class DelayedScaling:
     """Scales of tensors, each from the largest amax of its tensor in the last HISTORY steps.
 
-    roles: of the tensors. axes: all ranks along them have the same scales, because they gather each other's casts (tp)
-    or because a checkpoint has one history for all of them (data ranks). history [HISTORY, tensors], newest first, is
-    the whole state between steps.
+    roles: of the tensors. axes: all ranks along them have the same scales. Ranks of tp gather each other's casts, and
+    data ranks share one history in a checkpoint. history [HISTORY, tensors], newest first, is the whole state between
+    steps.
     """
 
     def __init__(self, roles: Sequence[str], axes: Sequence[Axis], device: torch.device):

@@ -58,9 +58,8 @@ class Payload(NamedTuple):
 
     def cut(self, m: slice) -> Payload:
         """Keep rows `m`, for the forward product or the input gradient."""
-        return Payload(
-            self.rowwise[m], self.rowwise_scale if self._is_whole(1) else self.rowwise_scale[:, m].contiguous()
-        )
+        scale = self.rowwise_scale if self._is_whole(1) else self.rowwise_scale[:, m].contiguous()
+        return Payload(self.rowwise[m], scale)
 
     def parts(self) -> list[Tensor]:
         """List what ranks exchange: all but scales of the whole tensor. float8 is viewed as bytes for gloo and NCCL."""

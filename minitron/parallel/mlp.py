@@ -2,7 +2,7 @@
 
 Problem: an FP8 MLP casts the activation between its two linear layers, and in the backward pass the gradient of the
 activation's input. These are the largest tensors of the model. As separate operations, the activation would write bf16
-that the cast reads back, and the gradient of `up`'s bias would be a sum that reads the same once more.
+that the cast reads back. The sum for the gradient of `up`'s bias would read the same tensor once more.
 The idea: one autograd function, in which one kernel computes, casts and sums (`Gemm.quantize_activation`, `_grad`):
 
     forward    x cast -> up -> inner -> activation, cast -> down -> y

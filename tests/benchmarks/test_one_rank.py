@@ -193,9 +193,9 @@ def test_products_in_pieces_add_up_what_was_made_for_each_rank(size, rank):
 
 def test_gpus_of_a_node_see_each_other():
     with partners.partners(8):
-        from minitron.parallel import overlap
+        from minitron.parallel import layer_context
 
-        see, cuda = overlap.can_access_peers, torch.device("cuda")
+        see, cuda = layer_context.can_access_peers, torch.device("cuda")
         for ranks, expected in ((0, 7), True), ((8, 12), True), ((4, 8), False), ((0, 64), False):
             assert see(Axis("dp", 0, len(ranks), ranks), cuda) == expected
         assert not see(Axis("tp", 0, 2, (0, 1)), CPU) and not see(Axis("tp", 0, 1, (0,)), cuda)
