@@ -52,14 +52,14 @@ def cases(of: str, m: int, f: int) -> dict[str, tuple[int, Call, Call]]:
     dy = torch.randn(m, f, dtype=torch.bfloat16, device=device)
 
     def cast(value: Tensor, role: str) -> object:
-        return te.cast(value, role, Axis.single(), scale, amax, not alone)
+        return te.cast(value, role, Axis.single(), (scale, amax), not alone)
 
     def summed(value: Tensor) -> object:
         return value.sum(0, dtype=torch.float32), cast(value, "dy")
 
     if "norm" in of:
         weight, bias = torch.ones_like(x[0]), torch.zeros_like(x[0]) if of == "layer norm" else None
-        inputs = x, dy, bias, weight, bias, 1e-5
+        inputs = (x, dy, bias), weight, bias, 1e-5
 
         def normed() -> object:
             cast = fused.add_norm(*inputs, CastInto(scale, amax, FP8_DTYPES["x"]))[1]
@@ -67,7 +67,7 @@ def cases(of: str, m: int, f: int) -> dict[str, tuple[int, Call, Call]]:
                 te.transpose(cast.rowwise) if m == 8192 else cast
             )  # ranks of tp gather rows; one GPU transposes later
 
-        passes = lambda: te.cast(fused.add_norm(*inputs)[1], "x", Axis.single(), scale, amax, m == 8192)
+        passes = lambda: te.cast(fused.add_norm(*inputs)[1], "x", Axis.single(), (scale, amax), m == 8192)
         return {f"{of} and cast": ((9 if m == 8192 else 7) * m * f, passes, normed)}
     if of == "cast":
         mine = lambda: fused.cast(x, CastInto(scale, amax, FP8_DTYPES["dy"], True))

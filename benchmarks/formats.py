@@ -173,15 +173,15 @@ def head_in_fp8(cfg: Config, gpus: int) -> dict:
 
     def products(gemm: Gemm) -> tuple[Tensor, Tensor]:
         payload = gemm.quantize(x, columnwise=True, record=True)
-        y = gemm.forward(payload.for_product(), weight)
+        y = gemm.forward(weight)(payload.for_product())
         gradient = gemm.quantize_grad(dy, columnwise=True)
-        dx = gemm.input_grad(gradient, weight)
+        dx = gemm.input_grad(weight)(gradient)
         gemm.weight_grad(weight, gradient, payload.for_weight_grad())
         return y, dx
 
     def cast_weight() -> None:
         cast.drop_casts()
-        cast.prepare(weight)
+        cast.forward(weight)
 
     found = []
     for gemm in (Gemm(fused.add_product), cast):

@@ -30,7 +30,7 @@ from minitron.comm.handle import Handle
 from minitron.comm.mesh import Axis, Mesh
 from minitron.data.batch import Batch
 from minitron.optim import slices
-from minitron.parallel import context, overlap, vocab
+from minitron.parallel import context, layer_context, overlap, vocab
 from minitron.pipeline import executor
 from minitron.pipeline.schedule import Exchange
 
@@ -52,7 +52,7 @@ def partners(gpus_per_node: int) -> Iterator[None]:
         for owner, name, ours in (
             (collectives, "_start", start),
             *((module, "exchange", exchange) for module in (collectives, executor, context)),
-            *((module, "can_access_peers", can_access_peers) for module in (overlap, slices)),
+            *((module, "can_access_peers", can_access_peers) for module in (layer_context, slices)),
             *((module, "SymmetricBuffer", LocalBuffer) for module in (overlap, slices)),
             (overlap.SymmetricMemoryComm, "_receive", receive),
             (vocab, "lookup", look_up),

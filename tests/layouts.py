@@ -190,16 +190,17 @@ def split_backwards(pp: int, vp: int, m: int) -> Schedule:
 class Pieces(ProcessGroupComm):
     """The process group's communication with the products in pieces: one for each rank's rows. Runs on CPUs."""
 
-    def gather_matmul(self, x, product, weight, n, *, keep=False):
+    def gather_matmul(self, x, product, n, keep=False):
         whole, m = [gather_along(part, self.axis) for part in x.parts()], x.rowwise.shape[0]
-        y = weight.new_empty(self.axis.size * m, n)
-        for rank, parts in enumerate(zip(*(part.chunk(self.axis.size) for part in whole))):
-            product(x.of(parts), weight, y[rank * m : (rank + 1) * m])
+        pieces = [x.of(parts) for parts in zip(*(part.chunk(self.axis.size) for part in whole))]
+        y = torch.empty_like(product(pieces[0])).repeat(self.axis.size, 1)
+        for rank, piece in enumerate(pieces):
+            product(piece, y[rank * m : (rank + 1) * m])
         return y, x.of(whole) if keep else None
 
-    def matmul_scatter(self, x, product, weight, n):
+    def matmul_scatter(self, x, product, n):
         m = x.rowwise.shape[0] // self.axis.size
-        partial = weight.new_empty(x.rowwise.shape[0], n)
+        partial = torch.empty_like(product(x))
         for rank, out in enumerate(partial.chunk(self.axis.size)):
-            product(x.cut(slice(rank * m, (rank + 1) * m)), weight, out)
+            product(x.cut(slice(rank * m, (rank + 1) * m)), out)
         return reduce_scatter_along(partial, self.axis)

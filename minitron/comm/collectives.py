@@ -1,4 +1,4 @@
-"""Every collective that autograd sees, beside its adjoint.
+"""The collectives of autograd, each beside its adjoint.
 
 A linear map's backward pass is its transpose. So each collective has a partner that runs in the backward pass. Papers
 on tensor parallelism call two of them f, before a column-parallel product, and g, after a row-parallel one. The

@@ -7,13 +7,14 @@ all of them return a `Handle`. Its `wait()` orders later work after the operatio
     y = a @ b                                              runs beside it
     use(handle.wait())                                     out, complete
 
-On a GPU the current stream waits and the host goes on. Without one the host waits.
+On a GPU the current stream waits and the host continues. Without a GPU the host waits.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -22,6 +23,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 
+@dataclass(slots=True, eq=False)
 class Handle(Generic[T]):
     """A result under way, or one that is there already: `Handle(x)`.
 
@@ -29,16 +31,10 @@ class Handle(Generic[T]):
     reads; they stay alive until wait().
     """
 
-    __slots__ = ("result", "waits", "finish", "held")
-
-    def __init__(
-        self,
-        result: Any = None,
-        waits: Sequence[Callable[[], object]] = (),
-        finish: Callable[[Any], T] | None = None,
-        held: object = None,
-    ):
-        self.result, self.waits, self.finish, self.held = result, waits, finish, held
+    result: Any = None
+    waits: Sequence[Callable[[], object]] = ()
+    finish: Callable[[Any], T] | None = None
+    held: object = None
 
     @property
     def done(self) -> bool:

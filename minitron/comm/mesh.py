@@ -1,7 +1,7 @@
 """The mesh: which ranks work together along each parallel axis.
 
-Problem: a rank of a 4-axis job is a member of many groups (its tensor-parallel neighbours, its pipeline, ...), and
-every layer needs a few of them. The idea: ranks are the elements of an array [pp, dp, cp, tp]. tp is innermost, so that
+Problem: a rank of a 4-axis job is a member of many groups, such as its tensor-parallel neighbours and its pipeline.
+Every layer needs a few of them. The idea: ranks are the elements of an array [pp, dp, cp, tp]. tp is innermost, so that
 the axis with the most traffic stays inside a node. An `Axis` is the line through this rank along one dimension of the
 array. Code that communicates takes it as an argument; nothing here is global. An axis of size 1 has no group, and every
 collective over it is the identity, so the model needs no `if tp > 1`.
@@ -12,9 +12,9 @@ collective over it is the identity, so the model needs no `if tp > 1`.
         pp 1: cp 0: ranks 4 5
               cp 1: ranks 6 7
 
-Three more axes serve one purpose each: `dp_cp` (gradients are summed and optimizer state is sharded over it),
-`embedding` (the first and the last pipeline rank, which hold the two copies of a tied weight) and `world` (statistics
-of a step).
+Three more axes serve one purpose each. Gradients are summed over `dp_cp`, and optimizer state is sharded over it. The
+two ranks of `embedding`, the first and the last of a pipeline, hold the two copies of a tied weight. Statistics of a
+step are summed over `world`.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ wrong. Left out: kernels with a sliding window or a bias, and aten's memory-effi
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -89,20 +89,22 @@ def choose(
 
     `auto` chooses the fastest backend that can run: on CUDA cuDNN, then flash, and `fused` with dropout or `documents`;
     on CPU flash. It chooses `reference` if none of them can (float32 on CUDA, dropout on CPU). On a `ring` of ranks
-    each document is a tile. cuDNN would compile a plan for each new length, so flash comes first.
+    each document is a tile. cuDNN would compile a plan for each new length, so flash comes first. On the meta device,
+    for dry runs, the formulas replace the backend's kernels.
     Raises ValueError if the backend that `name` asks for cannot run.
     """
     device = torch.device(device)
     if name == "auto":
-        candidates = ["flash", "cudnn"] if documents else ["cudnn", "flash"]
-        if (dropout > 0 or documents and not ring) and dtype != torch.float32:  # tensor cores do not multiply float32
+        without_dropout = ["flash", "cudnn"] if documents else ["cudnn", "flash"]
+        candidates = [] if dropout else without_dropout
+        if (dropout or documents and not ring) and dtype != torch.float32:  # tensor cores do not multiply float32
             candidates.insert(0, "fused")
-        fitting = [c for c in candidates if _obstacle(c, device, dtype, head_dim, dropout) is None]
-        name = fitting[0] if fitting else "reference"
-    elif obstacle := _obstacle(name, device, dtype, head_dim, dropout):
+        fitting = (c for c in candidates if _obstacle(c, device, dtype, head_dim) is None)
+        name = next(fitting, "reference")
+    elif obstacle := _obstacle(name, device, dtype, head_dim):
         raise ValueError(f"model.attention={name} {obstacle}")
     if device.type == "meta" and name != "reference":
-        return Backend(name, _shapes_forward, _shapes_backward, name == "fused", name == "fused")
+        return replace(REFERENCE, name=name, has_dropout=name == "fused", masks_documents=name == "fused")
     if name == "flash":
         return FLASH_CPU if device.type == "cpu" else FLASH_CUDA
     if name == "flash-attn":
@@ -114,15 +116,9 @@ def choose(
     return {"cudnn": CUDNN, "reference": REFERENCE}[name]
 
 
-def _obstacle(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, dropout: float) -> str | None:
-    """Return why this backend cannot run, with the fix; None if it can."""
-    if name not in ("cudnn", "flash", "flash-attn", "fused", "reference"):
-        return "is not an attention backend; use auto, cudnn, flash, flash-attn, fused or reference"
-    if name == "reference":
-        return None
-    if dropout > 0 and name != "fused":
-        return f"cannot apply model.attention_dropout={dropout}; use model.attention=reference or auto"
-    if name == "flash" and device.type == "cpu":
+def _obstacle(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Return why this backend cannot run, with the fix; None if it can. config/rules.py checks dropout."""
+    if name == "reference" or name == "flash" and device.type == "cpu":
         return None
     if device.type not in ("cuda", "meta"):  # a dry run takes the backends of a GPU
         return f"does not run on the device type {device.type!r}; use model.attention=auto"
@@ -202,20 +198,6 @@ def _reference_backward(
     ds = p * (dp - (dout32 * out32).sum(-1, keepdim=True)) * options.scale
     dk = (ds.transpose(-1, -2) @ q32).sum(2)
     return (ds @ k32).flatten(1, 2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-
-
-# ---- a kernel of a dry run ------------------------------------------------------------------------------------------
-
-
-def _shapes_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Forward:
-    """Run the reference. Results get the strides of q, as in the kernels of GPUs."""
-    out, lse, saved = _reference_forward(q, k, v, options)
-    return torch.empty_like(q).copy_(out), lse, saved
-
-
-def _shapes_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Grads:
-    dq, dk, dv = _reference_backward(dout, q, k, v, *rest)
-    return torch.empty_like(q).copy_(dq), torch.empty_like(k).copy_(dk), torch.empty_like(v).copy_(dv)
 
 
 # ---- torch's own kernels --------------------------------------------------------------------------------------------

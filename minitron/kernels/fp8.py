@@ -1,7 +1,7 @@
 """FP8 products of the linear layers: which tensor is cast when, and with which scale.
 
-Problem: an FP8 GEMM takes half the time of a bf16 one. But a cast reads and writes memory like any other pass, an 8-bit
-number spans few magnitudes, and a scale that follows the data costs another pass or a collective. The idea:
+Problem: an FP8 GEMM takes half the time of a bf16 one. But a cast reads and writes memory like any other pass. An 8-bit
+number spans few magnitudes, so each tensor needs a scale. To find it costs another pass or a collective. The idea:
 
     cast every tensor once, for all products that read it           x: forward, weight gradient
                                                                     dy: input gradient, weight gradient
@@ -28,22 +28,25 @@ blocks stay in the model's own format, and so does the head without precision.fp
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from minitron.comm.mesh import Axis, Mesh
-from minitron.config.schema import PrecisionConfig
+from minitron.config.schema import Config
 from minitron.config.sizes import fp8_layers
 from minitron.kernels.fp8_scales import FP8_DTYPES, ROLES, DelayedScaling, Fp8WeightScale, WeightScales, roll_histories
-from minitron.kernels.fp8_torch import Operand, TorchFp8
-from minitron.kernels.gemm import ALONE, DTYPES, Activation, CastInto, Gemm, Payload
+from minitron.kernels.fp8_torch import Operand, ScaleAndAmax, TorchFp8
+from minitron.kernels.gemm import ALONE, DTYPES, Activation, CastInto, Gemm, Payload, Product
+from minitron.kernels.kernels import Kernels
 from minitron.kernels.param import Param, add_gradient
 
 GEMMS_PER_LAYER = 4  # of a transformer block: qkv, out, up, down
 
 
+@dataclass(eq=False)
 class Fp8Gemm(Gemm):
     """The products of one linear layer in FP8. It keeps the weight's cast until the weight changes.
 
@@ -53,18 +56,13 @@ class Fp8Gemm(Gemm):
     history.
     """
 
-    def __init__(
-        self,
-        backend: TorchFp8,
-        dtype: torch.dtype,
-        scaling: DelayedScaling | None = None,
-        first: int = 0,
-        fp8_scale: Fp8WeightScale | None = None,
-        frozen: bool = False,
-    ):
-        self.backend, self.dtype, self.scaling, self.first, self.fp8_scale = backend, dtype, scaling, first, fp8_scale
-        self._weight: Payload | None = None
-        self._frozen = frozen
+    backend: TorchFp8
+    dtype: torch.dtype
+    scaling: DelayedScaling | None = None
+    first: int = 0
+    fp8_scale: Fp8WeightScale | None = None
+    frozen: bool = False
+    _weight: Payload | None = field(default=None, init=False)
 
     @property
     def history(self) -> Tensor | None:
@@ -72,47 +70,46 @@ class Fp8Gemm(Gemm):
         return None if self.scaling is None else self.scaling.history[:, self.first : self.first + len(ROLES)]
 
     def quantize(self, x: Tensor, gathered: Axis = ALONE, *, columnwise: bool, record: bool) -> Payload:
-        return self.backend.cast(x, "x", gathered, *self._scale("x", record), columnwise)
+        return self.backend.cast(x, "x", gathered, self._scale("x", record), columnwise)
 
     def cast_before(self, record: bool) -> CastInto | None:
         return self._cast_into("x", record)
 
     def quantize_grad(self, dy: Tensor, gathered: Axis = ALONE, *, columnwise: bool) -> Payload:
-        return self.backend.cast(dy, "dy", gathered, *self._scale("dy", True), columnwise)
+        return self.backend.cast(dy, "dy", gathered, self._scale("dy", True), columnwise)
 
-    def forward(self, x: Payload, weight: Tensor, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    def forward(self, weight: Tensor, bias: Tensor | None = None) -> Product:
         w = self._quantized(weight)
-        a, b = Operand(x.rowwise, x.rowwise_scale), Operand(w.rowwise, w.rowwise_scale, block_2d=True)
-        return self.backend.multiply(a, b, self.dtype, out=out, bias=bias, fast=True)
+        return self._product(Operand(w.rowwise, w.rowwise_scale, block_2d=True), bias, fast=True)
 
-    def input_grad(self, dy: Payload, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        a, b = Operand(dy.rowwise, dy.rowwise_scale), self._columnwise(self._quantized(weight), block_2d=True)
-        return self.backend.multiply(a, b, self.dtype, out=out, bias=None, fast=False)
+    def input_grad(self, weight: Tensor) -> Product:
+        return self._product(self._columnwise(self._quantized(weight), block_2d=True), None, fast=False)
+
+    def _product(self, weight: Operand, bias: Tensor | None, fast: bool) -> Product:
+        def product(x: Payload, out: Tensor | None = None) -> Tensor:
+            a = Operand(x.rowwise, x.rowwise_scale)
+            return self.backend.multiply(a, weight, self.dtype, out=out, bias=bias, fast=fast)
+
+        return product
 
     def weight_grad(self, weight: Param, dy: Payload, x: Payload) -> Tensor | None:
         return add_gradient(weight, partial(self.backend.multiply_into, a=self._columnwise(dy), b=self._columnwise(x)))
 
-    def prepare(self, weight: Tensor) -> None:
-        self._quantized(weight)
-
     def quantize_activation(self, inner: Tensor, act: Activation, *, columnwise: bool, record: bool) -> Payload:
         into = self._cast_into("x", record, columnwise)
-        if into is None:
-            return self.quantize(act.forward(inner), columnwise=columnwise, record=record)
-        return act.forward(inner, into)
+        y = act.forward(inner, into)
+        return self.quantize(y, columnwise=columnwise, record=record) if into is None else y
 
     def quantize_activation_grad(
         self, dy: Tensor, inner: Tensor, act: Activation, *, columnwise: bool, sums: bool
     ) -> tuple[Payload, Tensor | None]:
         into = self._cast_into("dy", True, columnwise)
-        if into is None:
-            dx, total = act.backward(dy, inner, sums)
-            return self.quantize_grad(dx, columnwise=columnwise), total
-        return act.backward(dy, inner, sums, into)
+        dx, total = act.backward(dy, inner, sums, into)
+        return self.quantize_grad(dx, columnwise=columnwise) if into is None else dx, total
 
     def drop_casts(self) -> None:
         """Drop the weight's cast, since the weight has changed."""
-        if not self._frozen:
+        if not self.frozen:
             self._weight = None
 
     def _quantized(self, weight: Tensor) -> Payload:
@@ -120,11 +117,11 @@ class Fp8Gemm(Gemm):
             scale_inv, rows = self.fp8_scale.scale_inv, weight.detach()
             self._weight = Payload(rows, scale_inv, self.backend.transpose(rows), scale_inv)
         elif self._weight is None:
-            known = (None, None) if self._frozen else self._scale("weight", True)
-            self._weight = self.backend.cast(weight.detach(), "weight", ALONE, *known, True)
+            known: ScaleAndAmax = (None, None) if self.frozen else self._scale("weight", True)
+            self._weight = self.backend.cast(weight.detach(), "weight", ALONE, known, True)
         return self._weight
 
-    def _scale(self, role: str, record: bool) -> tuple[Tensor | None, Tensor | None]:
+    def _scale(self, role: str, record: bool) -> ScaleAndAmax:
         if self.scaling is None:
             return None, None
         return self.scaling.scale_and_amax(self.first + ROLES.index(role), record)
@@ -146,24 +143,14 @@ class Fp8Gemm(Gemm):
 class Fp8State:
     """What FP8 keeps for a model chunk: its GEMMs, and the scales of their tensors.
 
-    layers: the blocks of the chunk, of num_layers in the model. head: whether the chunk has the head. backend: FP8's
-    casts and products, None without FP8. ordinary: the GEMM of layers without FP8. frozen: the weights never change.
+    layers: the blocks of the chunk. head: whether the chunk has the head. kernels: FP8's casts and products, and the
+    GEMM of layers without FP8.
     """
 
-    def __init__(
-        self,
-        precision: PrecisionConfig,
-        layers: Sequence[int],
-        num_layers: int,
-        head: bool,
-        mesh: Mesh,
-        backend: TorchFp8 | None,
-        ordinary: Gemm,
-        frozen: bool = False,
-    ):
-        self.dtype, self.ordinary = DTYPES[precision.dtype], ordinary
-        self.backend, self.frozen = backend, frozen
-        self.layers = [i for i in layers if i in fp8_layers(precision, num_layers)]
+    def __init__(self, cfg: Config, layers: Sequence[int], head: bool, mesh: Mesh, kernels: Kernels):
+        precision = cfg.precision
+        self.dtype, self.kernels, self.frozen = DTYPES[precision.dtype], kernels, cfg.finetune.kind == "lora"
+        self.layers = [i for i in layers if i in fp8_layers(precision, cfg.model.num_layers)]
         self.head = head and precision.fp8_head
         self.gemms: list[Fp8Gemm] = []
         self.scaling = self.weights = None
@@ -176,16 +163,16 @@ class Fp8State:
     def gemm(self, layer: int) -> Gemm:
         """Make the GEMM of the next linear layer of block `layer`."""
         fp8_scale = None if self.weights is None else self.weights.of(len(self.gemms))
-        return self._make(fp8_scale) if layer in self.layers else self.ordinary
+        return self._make(fp8_scale) if layer in self.layers else self.kernels.gemm
 
     def head_gemm(self) -> Gemm:
         """Make the GEMM of the head, after those of the blocks. Its weight stays in bf16: it may be the embedding's."""
-        return self._make(None) if self.head else self.ordinary
+        return self._make(None) if self.head else self.kernels.gemm
 
     def _make(self, fp8_scale: Fp8WeightScale | None) -> Fp8Gemm:
-        assert self.backend is not None
+        assert self.kernels.fp8 is not None
         first = len(ROLES) * len(self.gemms)
-        self.gemms.append(Fp8Gemm(self.backend, self.dtype, self.scaling, first, fp8_scale, self.frozen))
+        self.gemms.append(Fp8Gemm(self.kernels.fp8, self.dtype, self.scaling, first, fp8_scale, self.frozen))
         return self.gemms[-1]
 
     def drop_casts(self) -> None:

@@ -47,9 +47,9 @@ def scale_of(amax: Tensor, limits: Tensor | float) -> Tensor:
 class DelayedScaling:
     """Scales of tensors, each from the largest amax of its tensor in the last HISTORY steps.
 
-    roles: of the tensors. axes: all ranks along them have the same scales, because they gather each other's casts (tp)
-    or because a checkpoint has one history for all of them (data ranks). history [HISTORY, tensors], newest first, is
-    the whole state between steps.
+    roles: of the tensors. axes: all ranks along them have the same scales. Ranks of tp gather each other's casts, and
+    data ranks share one history in a checkpoint. history [HISTORY, tensors], newest first, is the whole state between
+    steps.
     """
 
     def __init__(self, roles: Sequence[str], axes: Sequence[Axis], device: torch.device):
@@ -105,9 +105,8 @@ class WeightScales:
 
     def __init__(self, num_weights: int, delayed: DelayedScaling | None, device: torch.device):
         self.scale = torch.ones(num_weights, device=device)
-        self.scale_inv = torch.ones(num_weights, 4, device=device)[
-            :, 0
-        ]  # cuBLAS reads factors at multiples of 16 bytes
+        # cuBLAS reads factors at multiples of 16 bytes.
+        self.scale_inv = torch.ones(num_weights, 4, device=device)[:, 0]
         self.amax, self.delayed = torch.zeros_like(self.scale), delayed
 
     def begin(self) -> bool:

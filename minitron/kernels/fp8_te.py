@@ -28,7 +28,7 @@ from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Floa
 from minitron.comm.mesh import Axis
 from minitron.config.sizes import FP8_WORKSPACE_BYTES
 from minitron.kernels.fp8_scales import FP8_DTYPES, LARGEST_SCALE, fp8_max
-from minitron.kernels.fp8_torch import Operand, TorchFp8
+from minitron.kernels.fp8_torch import Operand, ScaleAndAmax, TorchFp8
 from minitron.kernels.gemm import ABSENT, Payload
 
 gemm = partial(tex.generic_gemm, comm_overlap=None, comm_type=None, extra_output=None, bulk_overlap=False, alpha=1.0)
@@ -43,9 +43,8 @@ class TeFp8(TorchFp8):
         super().__init__()
         self.workspaces: dict[torch.cuda.Stream, Tensor] = {}
 
-    def cast(
-        self, x: Tensor, role: str, shared: Axis, scale: Tensor | None, amax: Tensor | None, columnwise: bool
-    ) -> Payload:
+    def cast(self, x: Tensor, role: str, shared: Axis, known: ScaleAndAmax, columnwise: bool) -> Payload:
+        scale, amax = known
         fp8_dtype, both = FP8_DTYPES[role], columnwise and shared.size == 1
         if scale is None:
             options: dict[str, Any] = dict(with_amax_reduction=shared.size > 1, amax_reduction_group=shared.group)
@@ -102,9 +101,7 @@ class TeBlockFp8(TeFp8):
     ) -> Tensor:
         return self._gemm(a, b, dtype, out, bias, add=False)
 
-    def cast(
-        self, x: Tensor, role: str, shared: Axis, scale: Tensor | None, amax: Tensor | None, columnwise: bool
-    ) -> Payload:
+    def cast(self, x: Tensor, role: str, shared: Axis, known: ScaleAndAmax, columnwise: bool) -> Payload:
         options = dict(block_scaling_dim=2 if role == "weight" else 1, amax_epsilon=fp8_max(E4M3) / LARGEST_SCALE)
         parts = _run(Float8BlockQuantizer(CODES[E4M3], rowwise=True, columnwise=columnwise, **options), x)
         rows, other = parts["rowwise_data"].view(E4M3), parts["columnwise_data"]

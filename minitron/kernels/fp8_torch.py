@@ -29,6 +29,7 @@ from minitron.kernels.fp8_scales import FP8_DTYPES, fp8_max, scale_of
 from minitron.kernels.gemm import CastInto, Payload
 
 BLOCK = 128
+ScaleAndAmax = tuple[Tensor | None, Tensor | None]  # of one tensor: see TorchFp8.cast
 
 
 class Operand(NamedTuple):
@@ -45,15 +46,14 @@ class TorchFp8:
     def __init__(self, ops: ModuleType = plain):
         self.ops = ops
 
-    def cast(
-        self, x: Tensor, role: str, shared: Axis, scale: Tensor | None, amax: Tensor | None, columnwise: bool
-    ) -> Payload:
+    def cast(self, x: Tensor, role: str, shared: Axis, known: ScaleAndAmax, columnwise: bool) -> Payload:
         """Cast x [m, k], times a scale, to the format of its role.
 
-        scale: [1] float32; None: compute it from the largest magnitude of x over the ranks of `shared`. amax: [1],
-        raised to the largest magnitude of x on this rank. columnwise: cast the transpose too, unless `shared` ranks
-        gather x first.
+        known: (scale, amax) of delayed scaling. scale [1] float32; None: compute it from the largest magnitude of x
+        over the ranks of `shared`. amax [1]: raised to the largest magnitude of x on this rank. columnwise: cast the
+        transpose too, unless `shared` ranks gather x first.
         """
+        scale, amax = known
         fp8_dtype, both = FP8_DTYPES[role], columnwise and shared.size == 1
         if scale is None:
             own_amax = self.ops.largest(x)
@@ -95,9 +95,7 @@ class TorchBlockFp8(TorchFp8):
     The casts are a GPU's, but the product is a slow one in float32. It is for CPUs, and the reference of tests.
     """
 
-    def cast(
-        self, x: Tensor, role: str, shared: Axis, scale: Tensor | None, amax: Tensor | None, columnwise: bool
-    ) -> Payload:
+    def cast(self, x: Tensor, role: str, shared: Axis, known: ScaleAndAmax, columnwise: bool) -> Payload:
         """Cast x [m, k] in blocks; m and k are multiples of 128. Each rank computes its own scales."""
         other = self._blocks(x.t().contiguous(), role) if columnwise else (None, None)
         return Payload(*self._blocks(x, role), *other)

@@ -26,7 +26,7 @@ from triton.language.extra.cuda import globaltimer
 
 from minitron.kernels import plain, rng
 from minitron.kernels.gemm import ABSENT, CastInto, Payload
-from minitron.kernels.plain import AdamHyper, AdamState, Rope, Updated
+from minitron.kernels.plain import AdamHyper, AdamState, Normed, Rope, Terms, Updated, WithSum
 
 # ---- residual sum and RMS or layer norm ------------------------------------------------------------------------------
 
@@ -127,16 +127,9 @@ def _row_in_registers(h: int) -> dict[str, int]:
     return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 32)}  # 16 numbers a thread
 
 
-def add_norm(
-    x: Tensor,
-    delta: Tensor | None,
-    delta_bias: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    into: CastInto | None = None,
-) -> tuple[Tensor, Tensor | Payload, Tensor]:
+def add_norm(terms: Terms, weight: Tensor, bias: Tensor | None, eps: float, into: CastInto | None = None) -> Normed:
     """Compute total = x + delta + delta_bias, its norm and the statistics of each row; see kernels/plain.py."""
+    x, delta, delta_bias = terms
     assert delta is not None or delta_bias is None
     x, h = x.contiguous(), x.shape[-1]
     total = x if delta is None else torch.empty_like(x)
@@ -324,16 +317,12 @@ def gelu_forward(x: Tensor, into: CastInto | None = None) -> Tensor | Payload:
     return plain.gelu_forward(x) if into is None else _run("gelu", None, x, into)[0]
 
 
-def swiglu_backward(
-    dy: Tensor, x: Tensor, sums: bool = False, into: CastInto | None = None
-) -> tuple[Tensor | Payload, Tensor | None]:
+def swiglu_backward(dy: Tensor, x: Tensor, sums: bool = False, into: CastInto | None = None) -> WithSum:
     """Compute dx [..., 2f] from dy [..., f] and the input x; with `sums` also its sum."""
     return _run("swiglu", dy, x, into, sums)
 
 
-def gelu_backward(
-    dy: Tensor, x: Tensor, sums: bool = False, into: CastInto | None = None
-) -> tuple[Tensor | Payload, Tensor | None]:
+def gelu_backward(dy: Tensor, x: Tensor, sums: bool = False, into: CastInto | None = None) -> WithSum:
     """Compute dx from dy and the input x, all [..., f]; with `sums` also its sum."""
     return _run("gelu", dy, x, into, sums)
 
@@ -430,9 +419,8 @@ def drop_elements(x: Tensor, counters: Tensor, place: int, first: int, threshold
     x, h, tokens = x.contiguous(), x.shape[2], counters.numel()
     y, tile = torch.empty_like(x), dict(ROWS=4, BLOCK=1024, num_warps=8)  # a channel's word serves four rows
     grid = triton.cdiv(tokens, tile["ROWS"]), triton.cdiv(h, tile["BLOCK"])
-    _drop_elements[grid](
-        x, y, counters.contiguous(), as_int32(place), first, tokens, h, factor, THRESHOLD=threshold, **tile
-    )
+    tensors, numbers = (x, y, counters.contiguous()), (as_int32(place), first, tokens, h, factor)
+    _drop_elements[grid](*tensors, *numbers, THRESHOLD=threshold, **tile)
     return y
 
 
@@ -566,9 +554,8 @@ def add_rows_(table: Tensor, ids: Tensor, first: int, rows: Tensor, in_order: bo
     if table.itemsize < 4:
         h, (known, order) = table.shape[1], ids.flatten().sort(stable=True)
         ends = torch.searchsorted(known, known, right=True, out_int32=True)
-        _add_sorted[(known.numel(), triton.cdiv(h, 1024))](
-            table, known, ends, order, rows.contiguous(), first, table.shape[0], h, BLOCK=1024, num_warps=4
-        )
+        tensors, grid = (table, known, ends, order, rows.contiguous()), (known.numel(), triton.cdiv(h, 1024))
+        _add_sorted[grid](*tensors, first, table.shape[0], h, BLOCK=1024, num_warps=4)
         return table
     if in_order or torch.are_deterministic_algorithms_enabled():
         return plain.add_rows_(table, ids, first, rows, in_order=True)
@@ -612,29 +599,22 @@ def _softmax_gradient(logits, labels, lse, dloss, vocab, num_ids, first, BLOCK: 
     tl.store(logits + row * vocab + columns, grad, inside)
 
 
-def softmax_sums(
-    logits: Tensor, labels: Tensor, first: int, num_ids: int | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def softmax_sums(logits: Tensor, labels: Tensor, first: int, num_ids: int) -> tuple[Tensor, Tensor, Tensor]:
     """Reduce each row of logits [..., v] to its maximum, its sum of exp(x - maximum) and the label's logit.
 
     See kernels/plain.py.
     """
     assert logits.is_contiguous() and labels.is_contiguous()
-    vocab = logits.shape[-1]
-    num_ids = vocab if num_ids is None else num_ids
     top, total, picked = (torch.empty(labels.shape, dtype=torch.float32, device=logits.device) for _ in range(3))
     tensors, grid = (logits, labels, top, total, picked), (labels.numel(),)
-    _softmax_sums[grid](*tensors, vocab, num_ids, first, BLOCK=8192, num_warps=4)
+    _softmax_sums[grid](*tensors, logits.shape[-1], num_ids, first, BLOCK=8192, num_warps=4)
     return top, total, picked
 
 
-def softmax_gradient_(
-    logits: Tensor, labels: Tensor, first: int, lse: Tensor, dloss: Tensor, num_ids: int | None = None
-) -> Tensor:
+def softmax_gradient_(logits: Tensor, labels: Tensor, first: int, lse: Tensor, dloss: Tensor, num_ids: int) -> Tensor:
     """Replace the logits by their gradient, (softmax - onehot(label)) * dloss; see kernels/plain.py."""
     assert logits.is_contiguous() and labels.is_contiguous() and lse.is_contiguous()
     vocab = logits.shape[-1]
-    num_ids = vocab if num_ids is None else num_ids
     tensors, grid = (logits, labels, lse, dloss.contiguous()), (labels.numel(), triton.cdiv(vocab, 4096))
     _softmax_gradient[grid](*tensors, vocab, num_ids, first, BLOCK=4096, num_warps=8)
     return logits

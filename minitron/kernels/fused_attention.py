@@ -50,13 +50,7 @@ _NUMBERS = ["samples", "n", "sq", "sk", "query_layer", "key_layer", "first_head"
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def _attention_forward(
-    q,
-    k,
-    v,
-    out,
-    lse,
-    counters,
-    document_bounds,
+    tensors,
     strides,
     samples,
     n,
@@ -76,6 +70,7 @@ def _attention_forward(
     M: tl.constexpr,
     N: tl.constexpr,
 ):
+    q, k, v, out, lse, counters, document_bounds = tensors
     q_token, k_token, v_token = strides
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * M  # the longest loops begin first
     sample, head = (tl.program_id(1) // n).to(tl.int64), (tl.program_id(1) % n).to(tl.int64)
@@ -113,16 +108,7 @@ def _attention_forward(
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def _attention_backward_q(
-    q,
-    k,
-    v,
-    out,
-    dout,
-    lse,
-    delta,
-    dq,
-    counters,
-    document_bounds,
+    tensors,
     strides,
     samples,
     n,
@@ -142,6 +128,7 @@ def _attention_backward_q(
     M: tl.constexpr,
     N: tl.constexpr,
 ):
+    q, k, v, out, dout, lse, delta, dq, counters, document_bounds = tensors
     q_token, k_token, v_token, out_token, dout_token = strides
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
     sample, head = (tl.program_id(1) // n).to(tl.int64), (tl.program_id(1) % n).to(tl.int64)
@@ -182,16 +169,7 @@ def _attention_backward_q(
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def _attention_backward_kv(
-    q,
-    k,
-    v,
-    dout,
-    lse,
-    delta,
-    dk,
-    dv,
-    counters,
-    document_bounds,
+    tensors,
     strides,
     samples,
     n,
@@ -212,6 +190,7 @@ def _attention_backward_kv(
     N: tl.constexpr,
 ):
     """Sum dk and dv. Scores are [keys, queries] here, so that both products have their operands in registers."""
+    q, k, v, dout, lse, delta, dk, dv, counters, document_bounds = tensors
     q_token, k_token, v_token, dout_token = strides
     first, g = tl.program_id(0) * N, n // GROUP
     sample, key_head = (tl.program_id(1) // g).to(tl.int64), (tl.program_id(1) % g).to(tl.int64)
@@ -317,35 +296,16 @@ def _launch(kernel: Any, inputs: tuple[Tensor, ...], others: tuple[Tensor, ...],
     assert all(128 * x.stride(2) < 1 << 31 for x in inputs), "offsets within a block are int32: see config/rules.py"
     blocks, heads = (triton.cdiv(sk, n_rows), g) if by_keys else (triton.cdiv(sq, m_rows), n)
     words: tuple[int, ...] = (0, 0, 0)
-    threshold, factor = -1, 1.0
+    counters, threshold, factor = absent, -1, 1.0
     if dropout is not None:
         assert sq == sk, f"dropout of {sq} queries and {sk} keys"
         words = *map(as_int32, dropout.layer_words), dropout.first_head
-        threshold, factor = dropout.threshold, 1 / (1 - dropout.p)
-    kernel[(blocks, b * heads)](
-        *inputs,
-        *others,
-        absent if dropout is None else dropout.counters.contiguous(),
-        absent if bounds is None else bounds,
-        tuple(x.stride(2) // b for x in inputs),
-        b,
-        n,
-        sq,
-        sk,
-        options.scale,
-        *words,
-        CAUSAL=options.causal,
-        DOCUMENTS=bounds is not None,
-        THRESHOLD=threshold,
-        FACTOR=factor,
-        GROUP=n // g,
-        D=d,
-        WIDTH=width,
-        M=m_rows,
-        N=n_rows,
-        num_warps=warps,
-        num_stages=stages,
-    )
+        counters, threshold, factor = dropout.counters.contiguous(), dropout.threshold, 1 / (1 - dropout.p)
+    tensors = *inputs, *others, counters, absent if bounds is None else bounds
+    numbers = tuple(x.stride(2) // b for x in inputs), b, n, sq, sk, options.scale, *words
+    mask = dict(CAUSAL=options.causal, DOCUMENTS=bounds is not None, THRESHOLD=threshold, FACTOR=factor)
+    tile = dict(GROUP=n // g, D=d, WIDTH=width, M=m_rows, N=n_rows, num_warps=warps, num_stages=stages)
+    kernel[(blocks, b * heads)](tensors, *numbers, **mask, **tile)
 
 
 def _evenly(x: Tensor) -> Tensor:

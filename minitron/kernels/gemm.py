@@ -4,8 +4,8 @@ Problem: tensor parallelism moves matrices between ranks, and FP8 casts them. Bo
 cast. The idea: a `Payload` is a matrix in its number format. It is made once, products multiply it, and ranks exchange
 it. A format is an object with the three products of a linear layer:
 
-    forward        y  = x W^T + bias
-    input_grad     dx = dy W
+    forward        y  = x W^T + bias            a Product, a function of x
+    input_grad     dx = dy W                    a Product, a function of dy
     weight_grad    W's main_grad += dy^T x      summed in float32, inside the GEMM where the device can
 
 `Gemm` multiplies in the model's own format; kernels/fp8.py has FP8. parallel/linear.py adds the communication.
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +26,7 @@ from minitron.kernels.param import Param, add_gradient
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ALONE = Axis.single()
+Product = Callable[..., Tensor]  # product(x, out) multiplies a payload x with a weight; into `out` if it is given
 ABSENT: Any = None  # a tensor that a payload lacks; typed Any, since a format knows which tensors its payloads have
 
 
@@ -58,9 +58,8 @@ class Payload(NamedTuple):
 
     def cut(self, m: slice) -> Payload:
         """Keep rows `m`, for the forward product or the input gradient."""
-        return Payload(
-            self.rowwise[m], self.rowwise_scale if self._is_whole(1) else self.rowwise_scale[:, m].contiguous()
-        )
+        scale = self.rowwise_scale if self._is_whole(1) else self.rowwise_scale[:, m].contiguous()
+        return Payload(self.rowwise[m], scale)
 
     def parts(self) -> list[Tensor]:
         """List what ranks exchange: all but scales of the whole tensor. float8 is viewed as bytes for gloo and NCCL."""
@@ -108,11 +107,6 @@ class Activation(NamedTuple):
     forward: Callable[..., Any]
     backward: Callable[..., tuple[Any, Tensor | None]]
 
-    @classmethod
-    def of(cls, ops: ModuleType, name: str) -> Activation:
-        """Return the functions of `name`, "swiglu" or "gelu", in the module `ops`."""
-        return cls(*(getattr(ops, f"{name}_{field}") for field in cls._fields))
-
 
 class Gemm:
     """Products in the tensors' own format (bf16, fp16, fp32).
@@ -142,22 +136,26 @@ class Gemm:
         """Return the gradient dy [m, n] of a layer's output as its products read it."""
         return Payload(dy)
 
-    def forward(self, x: Payload, weight: Tensor, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        """Return y [m, n] = x [m, k] W^T + bias, weight [n, k]; in `out` if it is given."""
-        if bias is None:
-            return torch.mm(x.rowwise, weight.t(), out=out)
-        return torch.addmm(bias, x.rowwise, weight.t(), out=out)  # cuBLAS adds a bias before it stores
+    def forward(self, weight: Tensor, bias: Tensor | None = None) -> Product:
+        """Return the product x [m, k] -> x W^T + bias [m, n], weight [n, k].
 
-    def input_grad(self, dy: Payload, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return dx [m, k] = dy [m, n] W; in `out` if it is given."""
-        return torch.mm(dy.rowwise, weight, out=out)
+        This casts the weight if the format needs it, so the product may run on several streams.
+        """
+
+        def product(x: Payload, out: Tensor | None = None) -> Tensor:
+            if bias is None:
+                return torch.mm(x.rowwise, weight.t(), out=out)
+            return torch.addmm(bias, x.rowwise, weight.t(), out=out)  # cuBLAS adds a bias before it stores
+
+        return product
+
+    def input_grad(self, weight: Tensor) -> Product:
+        """Return the product dy [m, n] -> dy W [m, k], and cast the weight as `forward` does."""
+        return lambda dy, out=None: torch.mm(dy.rowwise, weight, out=out)
 
     def weight_grad(self, weight: Param, dy: Payload, x: Payload) -> Tensor | None:
         """Add dW [n, k] = dy^T x to the weight's main_grad; without a slot return it."""
         return add_gradient(weight, partial(self.add_product, dy=dy.rowwise, x=x.rowwise))
-
-    def prepare(self, weight: Tensor) -> None:
-        """Cast the weight if the format needs it. Call it before launching products on several streams."""
 
     def quantize_activation(self, inner: Tensor, act: Activation, *, columnwise: bool, record: bool) -> Payload:
         """Return the activation of inner [m, f or 2f] as a row-parallel product reads it: [m, f]."""

@@ -7,7 +7,7 @@ reads the configuration and the device. A layer gets the result, a `Kernels`, an
     cuda     fused (Triton)          cuDNN, flash, flash-attn,    torch, or apex       Transformer Engine, or torch
                                      fused (with dropout)
     cpu      plain (torch)           flash, reference             torch                torch
-    meta     as on the CPU, with the shapes of the GPU's attention; planner/dryrun/kernels.py hides their temporaries
+    meta     as on the CPU, attention under the GPU's name; planner/dryrun/kernels.py hides temporaries
 """
 
 from __future__ import annotations

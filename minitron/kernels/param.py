@@ -1,9 +1,9 @@
 """Facts about each parameter, and where its gradient goes.
 
-Problem: a layer makes a weight, and other parts need facts about it. Initialisation needs its distribution, checkpoints
-which part of the whole it is, the optimizer whether it decays, gradient sums which ranks have other parts of its
-gradient. Rules inferred from names or shapes go wrong silently. The idea: a parameter is an ordinary nn.Parameter with
-two attributes, which `new_parameter` sets:
+Problem: a layer makes a weight, and other parts need facts about it. Initialisation needs its distribution, and the
+optimizer needs to know whether it decays. Checkpoints need its place in the whole weight. Gradient sums need the ranks
+that have other parts of its gradient. Rules inferred from names or shapes go wrong silently. The idea: a parameter is
+an ordinary nn.Parameter with two attributes, which `new_parameter` sets:
 
     param.spec    a ParamSpec, the facts; frozen
     param.slot    a GradSlot, where its gradient is accumulated; None until an optimizer adopts the parameter
@@ -12,7 +12,7 @@ two attributes, which `new_parameter` sets:
     qkv weight [(n + 2g) d, h], tp 2            shard dim 0 in three chunks; complete on each rank
     norm of q [d], tp 2                         shard None, sum_over_tp: each rank saw half of the heads
 
-Type checkers see `Param` with the two attributes. At run time it is nn.Parameter itself.
+For type checkers `Param` has the two attributes. At run time it is nn.Parameter itself.
 """
 
 from __future__ import annotations

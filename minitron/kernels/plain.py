@@ -32,27 +32,23 @@ from minitron.kernels.gemm import CastInto, Payload
 from minitron.kernels.rng import drop_elements as drop_elements  # one of this module's functions
 
 Updated = Callable[[int], None]
+Terms = tuple[Tensor, Tensor | None, Tensor | None]  # of a sum: x, delta and delta_bias
+Normed = tuple[Tensor, Tensor | Payload, Tensor]  # the sum, its norm or the norm's cast, statistics
+WithSum = tuple[Tensor | Payload, Tensor | None]  # a gradient or its cast; its sum over rows, if asked for
 Rope = tuple[Tensor, Tensor]  # cos and sin, [s, b or 1, 1, d/2] float32
 
 
 # ---- residual and norm -----------------------------------------------------------------------------------------------
 
 
-def add_norm(
-    x: Tensor,
-    delta: Tensor | None,
-    delta_bias: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    into: CastInto | None = None,
-) -> tuple[Tensor, Tensor | Payload, Tensor]:
+def add_norm(terms: Terms, weight: Tensor, bias: Tensor | None, eps: float, into: CastInto | None = None) -> Normed:
     """Compute total = x + delta + delta_bias and its RMSNorm, or with `bias` its LayerNorm. Without delta total is x.
 
-    x, delta [..., h]; the others [h]. Returns total and y [..., h] in x's dtype, and float32 statistics for the
-    backward. y is the norm of the rounded total. Statistics: [1, ...] 1 / (root mean square), or [2, ...] 1 / (standard
-    deviation) and mean. into: return the cast of y instead of y.
+    terms: x, delta [..., h] and delta_bias [h]. weight, bias [h]. Returns total and y [..., h] in x's dtype, and
+    float32 statistics for the backward. y is the norm of the rounded total. Statistics: [1, ...] 1 / (root mean
+    square), or [2, ...] 1 / (standard deviation) and mean. into: return the cast of y instead of y.
     """
+    x, delta, delta_bias = terms
     assert delta is not None or delta_bias is None
     total = x
     if delta is not None:
@@ -102,9 +98,7 @@ def swiglu_forward(x: Tensor, into: CastInto | None = None) -> Tensor | Payload:
     return _cast_if(F.silu(gate) * up, into)
 
 
-def swiglu_backward(
-    dy: Tensor, x: Tensor, sums: bool = False, into: CastInto | None = None
-) -> tuple[Tensor | Payload, Tensor | None]:
+def swiglu_backward(dy: Tensor, x: Tensor, sums: bool = False, into: CastInto | None = None) -> WithSum:
     """Compute dx [..., 2f] from dy [..., f] and the input x."""
     gate, up = x.chunk(2, -1)
     sigmoid = gate.sigmoid()
@@ -118,9 +112,7 @@ def gelu_forward(x: Tensor, into: CastInto | None = None) -> Tensor | Payload:
     return _cast_if(F.gelu(x, approximate="tanh"), into)
 
 
-def gelu_backward(
-    dy: Tensor, x: Tensor, sums: bool = False, into: CastInto | None = None
-) -> tuple[Tensor | Payload, Tensor | None]:
+def gelu_backward(dy: Tensor, x: Tensor, sums: bool = False, into: CastInto | None = None) -> WithSum:
     """Compute dx from dy and the input x, all [..., f]."""
     dx = torch.ops.aten.gelu_backward(dy, x, approximate="tanh")
     return _cast_if(dx, into), sum_rows(dx) if sums else None
@@ -242,14 +234,12 @@ def add_rows_(table: Tensor, ids: Tensor, first: int, rows: Tensor, in_order: bo
 # ---- cross-entropy ---------------------------------------------------------------------------------------------------
 
 
-def softmax_sums(
-    logits: Tensor, labels: Tensor, first: int, num_ids: int | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def softmax_sums(logits: Tensor, labels: Tensor, first: int, num_ids: int) -> tuple[Tensor, Tensor, Tensor]:
     """Reduce each row of logits [..., v] to its maximum, its sum of exp(x - maximum) and the label's logit.
 
     labels are global ids, and `first` is the id of column 0. The logit of a label in another rank's columns is 0.
-    Columns from num_ids on (None: no columns) are padding and do not count: a row of padding has maximum -inf and sum
-    0. Returns three float32 tensors [...].
+    Columns from num_ids on are padding and do not count: a row of padding has maximum -inf and sum 0. Returns three
+    float32 tensors [...].
     """
     x = logits[..., :num_ids].float()
     local, inside = _local(labels, first, x.shape[-1])
@@ -259,11 +249,8 @@ def softmax_sums(
     return top, total, picked.masked_fill_(~inside, 0)
 
 
-def softmax_gradient_(
-    logits: Tensor, labels: Tensor, first: int, lse: Tensor, dloss: Tensor, num_ids: int | None = None
-) -> Tensor:
+def softmax_gradient_(logits: Tensor, labels: Tensor, first: int, lse: Tensor, dloss: Tensor, num_ids: int) -> Tensor:
     """Replace the logits by their gradient, (softmax - onehot(label)) * dloss; exactly 0 in padding columns."""
-    num_ids = logits.shape[-1] if num_ids is None else num_ids
     local, inside = _local(labels, first, num_ids)
     grad = (logits.float() - lse.unsqueeze(-1)).exp_()
     grad.scatter_add_(-1, local.unsqueeze(-1), -inside.unsqueeze(-1).float())

@@ -33,7 +33,7 @@ from minitron.kernels.rng import AttentionDropout, dropout, token_counters
 from minitron.model.layers import Norm, Residual, rope_frequencies, rope_tables, split_heads
 from minitron.parallel.context import ContextAttention
 from minitron.parallel.layer_context import LayerContext, make_layer_context
-from minitron.parallel.linear import ColumnParallelLinear, Linear, RecomputeInput, RowParallelLinear, apply_linear
+from minitron.parallel.linear import ColumnLinear, ColumnParallelLinear, RecomputeInput, RowParallelLinear, apply_linear
 from minitron.parallel.mlp import activate, mlp
 from minitron.parallel.tiles import Documents
 from minitron.parallel.vocab import VocabParallelEmbedding, lookup, vocab_parallel_cross_entropy
@@ -90,7 +90,9 @@ class MLP(nn.Module):
         super().__init__()
         m, bias = cfg.model, cfg.model.family == "gpt"
         gated, f = cfg.model.family == "llama", m.ffn_hidden_size
-        self.activation = Activation.of(context.kernels.ops, "swiglu" if gated else "gelu")
+        ops = context.kernels.ops
+        functions = (ops.swiglu_forward, ops.swiglu_backward) if gated else (ops.gelu_forward, ops.gelu_backward)
+        self.activation = Activation(*functions)
         self.up = ColumnParallelLinear(
             m.hidden_size, (f, f) if gated else (f,), context, std=m.init_std, bias=bias, gemm=gemm()
         )
@@ -167,9 +169,8 @@ class Embedding(nn.Module):
             context, rows = self.context, batch.positions
             if context.sequence_parallel:
                 rows = slice_along(rows, context.axis)
-            same_on_all = (
-                context.axis.size > 1 and not context.sequence_parallel
-            )  # so each tp rank must sum in one order
+            # All tp ranks then compute this gradient, so each must sum in the same order.
+            same_on_all = context.axis.size > 1 and not context.sequence_parallel
             x = x + lookup(rows, self.positions, 0, context.kernels.ops, in_order=same_on_all)
         if not self.training:
             return x
@@ -187,12 +188,11 @@ class Head(nn.Module):
         m = cfg.model
         self.norm = Norm(m.hidden_size, m.norm_eps, context, bias=m.family == "gpt")
         shape = m.padded_vocab_size, m.hidden_size
-        self.weight = (
-            tied if tied is not None else context.parameter(shape, Shard(0, context.axis, shape[:1]), std=m.init_std)
-        )
-        columns = len(self.weight)
+        if tied is None:
+            tied = context.parameter(shape, Shard(0, context.axis, shape[:1]), std=m.init_std)
+        self.weight, columns = tied, len(tied)
         self.num_ids = min(max(m.vocab_size - context.axis.rank * columns, 0), columns)
-        self.linear = Linear(self.weight, None, gemm, context.comm, context.weight_queue, by_columns=True)
+        self.linear = ColumnLinear(self.weight, None, gemm, context.comm, context.weight_queue)
 
     def forward(self, stream: Residual) -> Tensor:
         _, y = self.norm(stream, self.linear.gemm)
@@ -212,8 +212,7 @@ class GPT(nn.Module):
         self.mesh, self.context = mesh, context
         with room_for("the embedding"):
             self.embedding = Embedding(cfg, context) if first else None
-        gemms, frozen = (context.kernels.fp8, context.gemm), cfg.finetune.kind == "lora"
-        self.fp8_state = Fp8State(cfg.precision, layers, m.num_layers, last, mesh, *gemms, frozen)
+        self.fp8_state = Fp8State(cfg, layers, last, mesh, context.kernels)
         self.blocks = nn.ModuleDict()
         for i in layers:
             with room_for(f"block {i} of {m.num_layers}"):

@@ -54,7 +54,7 @@ class _AddNorm(torch.autograd.Function):
         ops: ModuleType,
         into: CastInto | None,
     ) -> tuple[Tensor, Tensor, Payload | None]:
-        total, y, statistics = ops.add_norm(x, delta, delta_bias, weight, bias, eps, into)
+        total, y, statistics = ops.add_norm((x, delta, delta_bias), weight, bias, eps, into)
         cast = None
         if into is not None:
             cast, y = y, x.new_empty(()).expand_as(x)

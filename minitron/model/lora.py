@@ -41,16 +41,7 @@ from minitron.kernels.param import Param, Shard, named_params_of
 from minitron.kernels.rng import drop_by_name
 from minitron.model.gpt import GPT
 from minitron.parallel.layer_context import LayerContext
-from minitron.parallel.linear import (
-    ParallelLinear,
-    RecomputeInput,
-    column_backward,
-    column_forward,
-    row_backward,
-    row_forward,
-    rows,
-    unrows,
-)
+from minitron.parallel.linear import ParallelLinear, RecomputeInput, rows, unrows
 
 FIRST_SITE = 3  # of dropout within a block; the residual stream has the sites before
 
@@ -101,7 +92,7 @@ class Adapter(nn.Module):
         ]
         self.scale, self.dropout, self.place = cfg.lora.scale, cfg.lora.dropout, place
         self.linear = linear.linear
-        self.ops, self.gemm = context.kernels.ops, context.gemm
+        self.ops, self.gemm = context.kernels.ops, context.kernels.gemm
         self.first_channel = 0 if by_rows else axis.rank * self.a.shape[1]
 
     def forward(self, x: Tensor, recompute_input: RecomputeInput | None, counters: Tensor | None) -> Tensor:
@@ -149,7 +140,7 @@ class _Adapted(torch.autograd.Function):
         linear = adapter.linear
         exchange = adapter.exchange(adapter.scaled(rows(adapter.drop(x, counters)), a.t()), forward=True)
         payload = linear.gemm.quantize(rows(x), linear.input_axis, columnwise=False, record=training)
-        y = (column_forward if linear.by_columns else row_forward)(linear, payload)
+        y = linear.forward(payload)
         u = exchange.wait()
         for (outputs, columns), factor in zip(adapter.places, b, strict=True):
             y[:, outputs].addmm_(u[:, columns], factor.t())
@@ -167,7 +158,7 @@ class _Adapted(torch.autograd.Function):
         exchange = adapter.exchange(du, forward=False)
         if ctx.needs_input_grad[0]:
             payload = linear.gemm.quantize_grad(dy, linear.grad_axis, columnwise=False)
-            dx, _ = (column_backward if linear.by_columns else row_backward)(linear, payload, None, need_dx=True)
+            dx, _ = linear.backward(payload, None, need_dx=True)
         db = [
             adapter.add_gradient(factor, dy[:, outputs], u[:, columns])
             for (outputs, columns), factor in zip(adapter.places, factors)

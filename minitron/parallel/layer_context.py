@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 import torch
 
 from minitron.comm.mesh import Axis, Mesh
+from minitron.comm.shared_memory import can_access_peers
 from minitron.config.schema import Config
+from minitron.config.sizes import in_pieces
 from minitron.kernels.fp8_scales import Fp8WeightScale
-from minitron.kernels.gemm import DTYPES, Gemm
+from minitron.kernels.gemm import DTYPES
 from minitron.kernels.kernels import PLAIN, Kernels
 from minitron.kernels.param import Param, ParamSpec, Shard, new_parameter
-from minitron.parallel.overlap import ProcessGroupComm, choose
+from minitron.parallel.overlap import ProcessGroupComm, SymmetricMemoryComm
 from minitron.pipeline.weight_queue import WeightQueue
 
 
@@ -38,11 +40,6 @@ class LayerContext:
     def sequence_parallel(self) -> bool:
         """Whether activations between layers are split over tp along the sequence."""
         return self.comm.sequence_parallel
-
-    @property
-    def gemm(self) -> Gemm:
-        """The products in the parameters' own format."""
-        return self.kernels.gemm
 
     def parameter(
         self,
@@ -70,14 +67,13 @@ class LayerContext:
 
 
 def make_layer_context(cfg: Config, mesh: Mesh, kernels: Kernels) -> LayerContext:
-    """Make the context that all chunks of a rank share. Collective over tp."""
+    """Make the context that all chunks of a rank share, with the fastest communication that can run.
+
+    Collective over tp.
+    """
     p, dtype = cfg.parallel, DTYPES[cfg.precision.dtype]
-    comm = choose(
-        mesh.tp,
-        mesh.device,
-        dtype,
-        sequence_parallel=p.sequence_parallel,
-        overlap=p.overlap_tp,
-        sum_parts=kernels.ops.sum_parts,
-    )
+    if in_pieces(mesh.tp.size, p.sequence_parallel, p.overlap_tp) and can_access_peers(mesh.tp, mesh.device):
+        comm: ProcessGroupComm = SymmetricMemoryComm(mesh.tp, mesh.device, dtype, kernels.ops.sum_parts)
+    else:
+        comm = ProcessGroupComm(mesh.tp, p.sequence_parallel, p.overlap_tp)
     return LayerContext(comm, kernels, dtype, mesh.device)

@@ -17,16 +17,18 @@ reduces and scatters it, so norms, dropout and residuals work on s/tp of it. The
     ... later       f of x again, dW += dy^T x               f of dy again, dW += dy^T x
 
 A `Gemm` (kernels/gemm.py) has the products of a number format. A `ProcessGroupComm` (overlap.py) runs a product with f
-or g, in one piece or in several. Ranks exchange the quantized matrix, so FP8 also halves the traffic. The functions
-`column_forward` to `row_backward` are the table's cells. The autograd functions of a layer, of the MLP (mlp.py) and of
+or g, in one piece or in several. Ranks exchange the quantized matrix, so FP8 also halves the traffic. The methods of
+`ColumnLinear` and `RowLinear` are the table's cells. The autograd functions of a layer, of the MLP (mlp.py) and of
 adapters (model/lora.py) call them. A split backward queues its weight gradients (pipeline/weight_queue.py).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -42,11 +44,12 @@ from minitron.pipeline.weight_queue import WeightQueue
 RecomputeInput = Callable[[], Tensor | Quantized]
 
 
-class Linear(NamedTuple):
-    """A weight with what its products need.
+@dataclass(frozen=True, eq=False)
+class Linear(ABC):
+    """A weight with what its products need, and the passes that autograd functions call.
 
-    bias: added by the product, in column-parallel layers; None in row-parallel ones. by_columns: split by output
-    features, else by input features.
+    bias: added by the product of a column-parallel layer; None in a row-parallel one. input_axis: the ranks whose
+    inputs are gathered, which must agree on a scale. grad_axis: the ranks whose output gradients are gathered.
     """
 
     weight: Param
@@ -54,74 +57,76 @@ class Linear(NamedTuple):
     gemm: Gemm
     comm: ProcessGroupComm
     weight_queue: WeightQueue
-    by_columns: bool
+    by_columns: ClassVar[bool]  # split by output features, else by input features
 
     @property
     def input_axis(self) -> Axis:
-        """The ranks whose inputs are gathered. They must agree on a scale."""
         return self.comm.gather_axis if self.by_columns else ALONE
 
     @property
     def grad_axis(self) -> Axis:
-        """The ranks whose output gradients are gathered."""
         return ALONE if self.by_columns else self.comm.gather_axis
 
+    @abstractmethod
+    def forward(self, x: Payload) -> Tensor:
+        """Multiply, communication included."""
 
-# ---- the four passes, which autograd functions call -----------------------------------------------------------------
+    @abstractmethod
+    def backward(self, dy: Payload, x: Payload | None, need_dx: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Return (dx, dW).
 
-
-def column_forward(linear: Linear, x: Payload) -> Tensor:
-    """Gather x, then return x W^T + bias: x [m/tp, k] -> [m, n/tp]. Without sequence parallelism x is [m, k]."""
-    weight, bias, gemm = linear.weight, linear.bias, linear.gemm
-    gemm.prepare(weight)
-    product = gemm.forward if bias is None else partial(gemm.forward, bias=bias)
-    return linear.comm.gather_matmul(x.for_product(), product, weight, weight.shape[0])[0]
-
-
-def row_forward(linear: Linear, x: Payload) -> Tensor:
-    """Return the sum over tp of x W^T, scattered: x [m, k/tp] -> [m/tp, n]; [m, n] without sequence parallelism."""
-    weight, gemm = linear.weight, linear.gemm
-    gemm.prepare(weight)
-    return linear.comm.matmul_scatter(x, gemm.forward, weight, weight.shape[0])
+        x: the layer's input; None if the weight is frozen. dW is None if it was added to main_grad, if the schedule
+        computes it later, or if the weight is frozen.
+        """
 
 
-def column_backward(
-    linear: Linear, dy: Payload, x: Payload | None, need_dx: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return (dx, dW).
+class ColumnLinear(Linear):
+    """Split by output features."""
 
-    x: the layer's input; None if the weight is frozen. dW is None if it was added to main_grad, if the schedule
-    computes it later, or if the weight is frozen.
-    """
-    weight, gemm, comm, dw = linear.weight, linear.gemm, linear.comm, None
-    if x is not None and linear.weight_queue.holding:
-        add = partial(gemm.weight_grad, weight, dy.for_weight_grad())
-        linear.weight_queue.put(partial(comm.start_gather, x.for_weight_grad().detached()), add)
-        x, dy = None, dy.for_product()
-    gather = None if x is None else comm.start_gather(x.for_weight_grad())
-    scatter = None
-    if need_dx:
-        gemm.prepare(weight)
-        if gather is None:
-            return comm.matmul_scatter(dy, gemm.input_grad, weight, weight.shape[1]), None
-        scatter = comm.start_matmul_scatter(dy, gemm.input_grad, weight, weight.shape[1])
-    if gather is not None:
-        dw = gemm.weight_grad(weight, dy, gather.wait())
-    return None if scatter is None else scatter.wait(), dw
+    by_columns = True
+
+    def forward(self, x: Payload) -> Tensor:
+        """Gather x, then return x W^T + bias: x [m/tp, k] -> [m, n/tp]. Without sequence parallelism x is [m, k]."""
+        product = self.gemm.forward(self.weight, self.bias)
+        return self.comm.gather_matmul(x.for_product(), product, self.weight.shape[0])[0]
+
+    def backward(self, dy: Payload, x: Payload | None, need_dx: bool) -> tuple[Tensor | None, Tensor | None]:
+        weight, gemm, comm, dw = self.weight, self.gemm, self.comm, None
+        if x is not None and self.weight_queue.holding:
+            add = partial(gemm.weight_grad, weight, dy.for_weight_grad())
+            self.weight_queue.put(partial(comm.start_gather, x.for_weight_grad().detached()), add)
+            x, dy = None, dy.for_product()
+        gather = None if x is None else comm.start_gather(x.for_weight_grad())
+        scatter = None
+        if need_dx:
+            product = gemm.input_grad(weight)
+            if gather is None:
+                return comm.matmul_scatter(dy, product, weight.shape[1]), None
+            scatter = comm.start_matmul_scatter(dy, product, weight.shape[1])
+        if gather is not None:
+            dw = gemm.weight_grad(weight, dy, gather.wait())
+        return None if scatter is None else scatter.wait(), dw
 
 
-def row_backward(linear: Linear, dy: Payload, x: Payload | None, need_dx: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Return (dx, dW) as `column_backward` does."""
-    weight, gemm, comm = linear.weight, linear.gemm, linear.comm
-    if x is not None and linear.weight_queue.holding:
-        kept, gather = x.detached(), partial(comm.start_gather, dy.for_weight_grad())
-        linear.weight_queue.put(gather, lambda whole: gemm.weight_grad(weight, whole, kept))
-        x, dy = None, dy.for_product()
-    if not need_dx:
-        return None, None if x is None else gemm.weight_grad(weight, comm.start_gather(dy).wait(), x)
-    gemm.prepare(weight)
-    dx, whole = comm.gather_matmul(dy, gemm.input_grad, weight, weight.shape[1], keep=x is not None)
-    return dx, None if x is None or whole is None else gemm.weight_grad(weight, whole, x)
+class RowLinear(Linear):
+    """Split by input features."""
+
+    by_columns = False
+
+    def forward(self, x: Payload) -> Tensor:
+        """Return the sum over tp of x W^T, scattered: x [m, k/tp] -> [m/tp, n]; [m, n] without sequence parallelism."""
+        return self.comm.matmul_scatter(x, self.gemm.forward(self.weight), self.weight.shape[0])
+
+    def backward(self, dy: Payload, x: Payload | None, need_dx: bool) -> tuple[Tensor | None, Tensor | None]:
+        weight, gemm, comm = self.weight, self.gemm, self.comm
+        if x is not None and self.weight_queue.holding:
+            kept, gather = x.detached(), partial(comm.start_gather, dy.for_weight_grad())
+            self.weight_queue.put(gather, lambda whole: gemm.weight_grad(weight, whole, kept))
+            x, dy = None, dy.for_product()
+        if not need_dx:
+            return None, None if x is None else gemm.weight_grad(weight, comm.start_gather(dy).wait(), x)
+        dx, whole = comm.gather_matmul(dy, gemm.input_grad(weight), weight.shape[1], keep=x is not None)
+        return dx, None if x is None or whole is None else gemm.weight_grad(weight, whole, x)
 
 
 # ---- the autograd function of both layers ---------------------------------------------------------------------------
@@ -154,7 +159,7 @@ class _Linear(torch.autograd.Function):
         ctx.linear, ctx.recompute_input, ctx.batch = linear, recompute_input, x.shape[1:-1]
         if keep:
             ctx.save_for_backward(*payload.for_weight_grad())
-        return unrows((column_forward if linear.by_columns else row_forward)(linear, payload), ctx.batch)
+        return unrows(linear.forward(payload), ctx.batch)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -166,7 +171,7 @@ class _Linear(torch.autograd.Function):
             return None, None, None, db, None, None, None
         payload = linear.gemm.quantize_grad(dy, linear.grad_axis, columnwise=need_dw)
         del dy  # rows() has copied it if it was not contiguous
-        dx, dw = (column_backward if linear.by_columns else row_backward)(linear, payload, x, need_dx)
+        dx, dw = linear.backward(payload, x, need_dx)
         return None if dx is None else unrows(dx, ctx.batch), None, dw, db, None, None, None
 
 
@@ -175,9 +180,9 @@ def saved_or_recomputed(saved: Sequence[Tensor], recompute_input: RecomputeInput
     if recompute_input is None:
         return Payload(*saved)
     x, payload = parts_of(recompute_input())
-    return (
-        linear.gemm.quantize(rows(x), linear.input_axis, columnwise=True, record=True) if payload is None else payload
-    )
+    if payload is not None:
+        return payload
+    return linear.gemm.quantize(rows(x), linear.input_axis, columnwise=True, record=True)
 
 
 def parts_of(x: Tensor | Quantized) -> tuple[Tensor, Payload | None]:
@@ -201,10 +206,9 @@ def unrows(x: Tensor, batch: Sequence[int]) -> Tensor:
 class ParallelLinear(nn.Module):
     """What column- and row-parallel layers share. adapter: replaces the product; model/lora.py sets it."""
 
-    def __init__(self, weight: Param, bias: Param | None, gemm: Gemm, context: LayerContext, *, by_columns: bool):
+    def __init__(self, linear: Linear, bias: Param | None):
         super().__init__()
-        self.weight, self.bias = weight, bias
-        self.linear = Linear(weight, bias if by_columns else None, gemm, context.comm, context.weight_queue, by_columns)
+        self.weight, self.bias, self.linear = linear.weight, bias, linear
         self.adapter: nn.Module | None = None
 
     def forward(
@@ -231,14 +235,10 @@ class ColumnParallelLinear(ParallelLinear):
     def __init__(
         self, in_features: int, chunks: tuple[int, ...], context: LayerContext, *, std: float, bias: bool, gemm: Gemm
     ):
-        shard = Shard(0, context.axis, chunks)
-        super().__init__(
-            context.parameter((sum(chunks), in_features), shard, std=std, fp8_scale=gemm.fp8_scale),
-            context.parameter((sum(chunks),), shard) if bias else None,
-            gemm,
-            context,
-            by_columns=True,
-        )
+        n, shard = sum(chunks), Shard(0, context.axis, chunks)
+        weight = context.parameter((n, in_features), shard, std=std, fp8_scale=gemm.fp8_scale)
+        b = context.parameter((n,), shard) if bias else None
+        super().__init__(ColumnLinear(weight, b, gemm, context.comm, context.weight_queue), b)
 
 
 class RowParallelLinear(ParallelLinear):
@@ -250,12 +250,7 @@ class RowParallelLinear(ParallelLinear):
     def __init__(
         self, in_features: int, out_features: int, context: LayerContext, *, std: float, bias: bool, gemm: Gemm
     ):
-        super().__init__(
-            context.parameter(
-                (out_features, in_features), Shard(1, context.axis, (in_features,)), std=std, fp8_scale=gemm.fp8_scale
-            ),
-            context.parameter((out_features,)) if bias else None,
-            gemm,
-            context,
-            by_columns=False,
-        )
+        shape, shard = (out_features, in_features), Shard(1, context.axis, (in_features,))
+        weight = context.parameter(shape, shard, std=std, fp8_scale=gemm.fp8_scale)
+        b = context.parameter(shape[:1]) if bias else None
+        super().__init__(RowLinear(weight, None, gemm, context.comm, context.weight_queue), b)

@@ -2,7 +2,7 @@
 
 Problem: an FP8 MLP casts the activation between its two linear layers, and in the backward pass the gradient of the
 activation's input. These are the largest tensors of the model. As separate operations, the activation would write bf16
-that the cast reads back, and the gradient of `up`'s bias would be a sum that reads the same once more.
+that the cast reads back. The sum for the gradient of `up`'s bias would read the same tensor once more.
 The idea: one autograd function, in which one kernel computes, casts and sums (`Gemm.quantize_activation`, `_grad`):
 
     forward    x cast -> up -> inner -> activation, cast -> down -> y
@@ -24,18 +24,7 @@ from torch import Tensor
 
 from minitron.kernels.gemm import ABSENT, Activation, Payload, Quantized
 from minitron.kernels.param import Param, accumulate
-from minitron.parallel.linear import (
-    Linear,
-    RecomputeInput,
-    column_backward,
-    column_forward,
-    parts_of,
-    row_backward,
-    row_forward,
-    rows,
-    saved_or_recomputed,
-    unrows,
-)
+from minitron.parallel.linear import Linear, RecomputeInput, parts_of, rows, saved_or_recomputed, unrows
 
 NOTHING = Payload(ABSENT)
 
@@ -59,12 +48,12 @@ class _MLP(torch.autograd.Function):
         keep_x, keep_act = keep and need_up, keep and need_down  # else recomputed, or not needed
         if cast is None:
             cast = up.gemm.quantize(rows(x), up.input_axis, columnwise=keep_x, record=training)
-        inner = column_forward(up, cast)
+        inner = up.forward(cast)
         act = down.gemm.quantize_activation(inner, activation, columnwise=keep_act, record=training)
         ctx.layers, ctx.recompute_input, ctx.batch = (up, down, activation), recompute_input, x.shape[1:-1]
         saved_x = cast.for_weight_grad() if keep_x else NOTHING
         ctx.save_for_backward(inner, *saved_x, *(act.for_weight_grad() if keep_act else NOTHING))
-        return unrows(row_forward(down, act), ctx.batch)
+        return unrows(down.forward(act), ctx.batch)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -76,13 +65,13 @@ class _MLP(torch.autograd.Function):
         elif need_down:
             act = down.gemm.quantize_activation(inner, activation, columnwise=True, record=True)
         payload = down.gemm.quantize_grad(rows(dy), down.grad_axis, columnwise=need_down)
-        d_act, dw_down = row_backward(down, payload, act, need_dx=True)
+        d_act, dw_down = down.backward(payload, act, need_dx=True)
         d_inner, sums = up.gemm.quantize_activation_grad(d_act, inner, activation, columnwise=need_up, sums=need_bias)
         del d_act
         db = None if sums is None else accumulate(up.bias, sums)
         if need_up:
             x = saved_or_recomputed(saved[:4], ctx.recompute_input, up)
-        dx, dw_up = column_backward(up, d_inner, x, need_dx)
+        dx, dw_up = up.backward(d_inner, x, need_dx)
         dx = None if dx is None else unrows(dx, ctx.batch)
         return dx, None, dw_up, db, dw_down, None, None, None, None, None
 

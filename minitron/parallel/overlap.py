@@ -29,30 +29,10 @@ from torch import Tensor
 from minitron.comm.collectives import all_reduce_, gather_start, reduce_scatter_start
 from minitron.comm.handle import Handle
 from minitron.comm.mesh import Axis
-from minitron.comm.shared_memory import OnStream, SymmetricBuffer, can_access_peers
-from minitron.config.sizes import in_pieces
-from minitron.kernels.gemm import Payload
+from minitron.comm.shared_memory import OnStream, SymmetricBuffer
+from minitron.kernels.gemm import Payload, Product
 
 T = TypeVar("T")
-Product = Callable[..., Tensor]  # kernels/gemm.py: product(x, weight, out) writes x W^T, or x W, to `out`
-
-
-def choose(
-    axis: Axis,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    sequence_parallel: bool,
-    overlap: bool,
-    sum_parts: Callable[[Tensor], Tensor],
-) -> ProcessGroupComm:
-    """Choose how linear layers communicate over `axis`: the fastest way that can run. Collective over the axis.
-
-    dtype: of what products return.
-    """
-    if in_pieces(axis.size, sequence_parallel, overlap) and can_access_peers(axis, device):
-        return SymmetricMemoryComm(axis, device, dtype, sum_parts)
-    return ProcessGroupComm(axis, sequence_parallel, overlap)
 
 
 class ProcessGroupComm:
@@ -75,16 +55,14 @@ class ProcessGroupComm:
     def reset(self) -> None:
         """Drop the state of an unfinished graph capture: ranks may have come to different places in it."""
 
-    def gather_matmul(
-        self, x: Payload, product: Product, weight: Tensor, n: int, *, keep: bool = False
-    ) -> tuple[Tensor, Payload | None]:
-        """Return product(f(x), weight), and f(x) if `keep`: x [m, k] -> [tp m, n]; [m, n] without a gather."""
+    def gather_matmul(self, x: Payload, product: Product, n: int, keep: bool = False) -> tuple[Tensor, Payload | None]:
+        """Return product(f(x)), and f(x) if `keep`: x [m, k] -> [tp m, n]; [m, n] without a gather."""
         whole = self.start_gather(x).wait()
-        return product(whole, weight), whole if keep else None
+        return product(whole), whole if keep else None
 
-    def matmul_scatter(self, x: Payload, product: Product, weight: Tensor, n: int) -> Tensor:
-        """Return g(product(x, weight)): x [m, k] -> [m/tp, n]; [m, n] without sequence parallelism."""
-        return self.start_scatter(product(x, weight)).wait()
+    def matmul_scatter(self, x: Payload, product: Product, n: int) -> Tensor:
+        """Return g(product(x)): x [m, k] -> [m/tp, n]; [m, n] without sequence parallelism."""
+        return self.start_scatter(product(x)).wait()
 
     def start_gather(self, x: Payload) -> Handle[Payload]:
         """Begin f."""
@@ -93,9 +71,9 @@ class ProcessGroupComm:
         parts = [gather_start(part, self.axis) for part in x.parts()]
         return self._started(Handle(parts, finish=lambda parts: x.of([part.wait() for part in parts])))
 
-    def start_matmul_scatter(self, x: Payload, product: Product, weight: Tensor, n: int) -> Handle[Tensor]:
+    def start_matmul_scatter(self, x: Payload, product: Product, n: int) -> Handle[Tensor]:
         """Launch the product and begin g."""
-        return self.start_scatter(product(x, weight))
+        return self.start_scatter(product(x))
 
     def start_scatter(self, y: Tensor) -> Handle[Tensor]:
         """Begin g of y, which may become the result."""
@@ -119,8 +97,8 @@ class SymmetricMemoryComm(ProcessGroupComm):
     the GPU would delay to the product's end. So `copy_stream` has priority: it gets the first SM that becomes free.
     Only copies wait for barriers, so a rank that is ahead can run the products whose operands it has.
 
-    Gathers have two buffers, which they use in turn, and so have scatters. A rank that has passed the barrier of one
-    buffer knows that all ranks have finished with the other, so no second barrier is needed at the end.
+    Gathers have two buffers, which they use in turn, and so have scatters. If a rank has
+    passed the barrier of one buffer, all ranks have finished with the other. So no second barrier is needed at the end.
 
     A layer's products take the GPU some milliseconds, in which the host must launch all of this. So events and views
     are made once, and the stream changes rarely. dtype: of what products return.
@@ -148,11 +126,9 @@ class SymmetricMemoryComm(ProcessGroupComm):
         self._turns.clear()
         self._pending.clear()
 
-    def gather_matmul(
-        self, x: Payload, product: Product, weight: Tensor, n: int, *, keep: bool = False
-    ) -> tuple[Tensor, Payload | None]:
+    def gather_matmul(self, x: Payload, product: Product, n: int, keep: bool = False) -> tuple[Tensor, Payload | None]:
         m = x.rowwise.shape[0]
-        y = weight.new_empty(self.axis.size * m, n, dtype=self.dtype)
+        y = x.rowwise.new_empty(self.axis.size * m, n, dtype=self.dtype)
         self.axis.activity.pause()
         parts, whole, memory = self._begin_gather(x)
         main, operands = self._main(), [parts]  # the own piece is first: it needs no copy
@@ -169,13 +145,13 @@ class SymmetricMemoryComm(ProcessGroupComm):
                 for i in range(first, len(operands), 2):
                     if i > 0:
                         stream.wait_event(self._fetched[i - 1])
-                    product(x.of(operands[i]), weight, y[self._pieces[i].rows(m)])
+                    product(x.of(operands[i]), y[self._pieces[i].rows(m)])
         self._after(main, self.second_stream)
         self._after(main, self.copy_stream)
         self.axis.activity.resume()
         return y, x.of(whole) if keep else None
 
-    def matmul_scatter(self, x: Payload, product: Product, weight: Tensor, n: int) -> Tensor:
+    def matmul_scatter(self, x: Payload, product: Product, n: int) -> Tensor:
         main, m = self._main(), x.rowwise.shape[0] // self.axis.size
         self.axis.activity.pause()
         computed, received, memory = self._begin_scatter(x.rowwise, n)
@@ -184,7 +160,7 @@ class SymmetricMemoryComm(ProcessGroupComm):
             stream, own = (main, self.second_stream)[i % 2], i + 1 == len(self._pieces)
             with OnStream(stream, main):
                 rows = piece.rows(m)
-                product(x.cut(rows), weight, received[self.axis.rank] if own else computed[rows])
+                product(x.cut(rows), received[self.axis.rank] if own else computed[rows])
             if not own:
                 self._after(self.copy_stream, stream)
                 with OnStream(self.copy_stream, main):
@@ -203,10 +179,10 @@ class SymmetricMemoryComm(ProcessGroupComm):
                 self._fetch(memory, piece, whole)
         return self._handle("gather", whole, x.of, held=parts)
 
-    def start_matmul_scatter(self, x: Payload, product: Product, weight: Tensor, n: int) -> Handle[Tensor]:
+    def start_matmul_scatter(self, x: Payload, product: Product, n: int) -> Handle[Tensor]:
         computed, received, memory = self._begin_scatter(x.rowwise, n)
         main = self._main()
-        product(x, weight, computed)
+        product(x, computed)
         self._after(self.copy_stream, main)
         with OnStream(self.copy_stream, main):
             memory.barrier()

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitron.comm import collectives
-from minitron.comm.collectives import all_reduce_
+from minitron.comm.collectives import all_reduce, all_reduce_, reduce_scatter
 from minitron.comm.mesh import Axis
 from minitron.kernels import plain
 from minitron.kernels.param import Param, Shard, add_gradient
@@ -67,14 +66,12 @@ class VocabParallelEmbedding(nn.Module):
         """Look up the tokens. Collective over tp."""
         axis = self.context.axis
         x = lookup(ids, self.weight, axis.rank * self.weight.shape[0], self.context.kernels.ops)
-        return (
-            collectives.reduce_scatter(x, axis) if self.context.sequence_parallel else collectives.all_reduce(x, axis)
-        )
+        return reduce_scatter(x, axis) if self.context.sequence_parallel else all_reduce(x, axis)
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, axis: Axis, ops: ModuleType, num_ids: int | None) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, axis: Axis, ops: ModuleType, num_ids: int) -> Tensor:
         first = axis.rank * logits.shape[-1]
         top, total, picked = ops.softmax_sums(logits, labels, first, num_ids)
         highest = top.clone()
@@ -101,4 +98,4 @@ def vocab_parallel_cross_entropy(
     num_ids: of this rank's first columns that are token ids (None: all); the others pad the vocabulary and are ignored.
     The backward pass overwrites the logits with their gradient.
     """
-    return _CrossEntropy.apply(logits, labels, axis, ops, num_ids)
+    return _CrossEntropy.apply(logits, labels, axis, ops, logits.shape[-1] if num_ids is None else num_ids)

@@ -1,7 +1,7 @@
 """Runs a schedule: point-to-point messages plus `for action in schedule`.
 
 The schedule holds what this rank computes, sends and receives, in which order, and what each action waits for
-(schedule.py). The executor decides nothing, and reads nothing from the device. Five tables hold what is under way:
+(schedule.py). The executor makes no decisions, and reads nothing from the device. Five tables hold what is under way:
 
     received        values posted for receipt
     pending_sends   values that are ready and not yet posted for sending
@@ -88,8 +88,8 @@ class Executor:
     def wait_last_forward(self) -> None:
         """Wait until the device has finished the last forward of the step.
 
-        Its backward and the update are time enough to queue the next step, so the device does not see the wait. The
-        host has not started the next step, which a signal may cancel.
+        The backward and the update leave enough time to queue the next step, so the device does not idle. The host has
+        not started the next step, which a signal may cancel.
         """
         if self.last_forward_done is not None:
             self.last_forward_done.synchronize()

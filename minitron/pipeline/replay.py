@@ -27,9 +27,9 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -52,10 +52,7 @@ class StaticBatch(Protocol):
 
     packed: Tensor | None
 
-    def for_any(self: B) -> B: ...
-
-
-B = TypeVar("B", bound=StaticBatch)
+    def for_any(self) -> Self: ...
 
 
 def why_eager(cfg: Config, device: torch.device, packs: bool) -> str | None:
@@ -193,6 +190,7 @@ def _launched(planned: Sequence[Segment]) -> Iterator[object]:
                     yield replace(action, mb=microbatches[0]) if len(segment.launches) > 1 else action
 
 
+@dataclass(eq=False)
 class Eager:
     """Runs the passes of steps and evaluations by launching each kernel from the host.
 
@@ -200,16 +198,11 @@ class Eager:
     reset(): drops what the host holds of a pass that was begun and will not end.
     """
 
+    executor: Executor
+    scale: Callable[[int], Tensor | float]
+    finish: Callable[[], None]
+    reset: Callable[[], None]
     replaying, nodes, capture_seconds = False, 0, 0.0  # as of Replay
-
-    def __init__(
-        self,
-        executor: Executor,
-        scale: Callable[[int], Tensor | float],
-        finish: Callable[[], None],
-        reset: Callable[[], None],
-    ):
-        self.executor, self.scale, self.finish, self.reset = executor, scale, finish, reset
 
     def forward_backward(self, batches: Sequence[object]) -> tuple[Tensor, bool]:
         """Run forward and backward of all microbatches and complete the sums of gradients.
@@ -228,6 +221,7 @@ class Eager:
         """Do nothing: there are no graphs."""
 
 
+@dataclass(eq=False)
 class Replay:
     """Replays the passes of steps and evaluations, after WARM_UP eager steps. Collective over the world.
 
@@ -237,20 +231,17 @@ class Replay:
     training, evaluation: the recordings, if they could be made. nodes, capture_seconds: of the recorded step.
     """
 
-    def __init__(
-        self,
-        eager: Eager,
-        mesh: Mesh,
-        layers: int,
-        evaluates: bool,
-        log: Log | None = None,
-        recorder: Callable[[], CudaRecorder] = CudaRecorder,
-    ):
-        self.eager, self.mesh, self.layers, self.evaluates = eager, mesh, layers, evaluates
-        self.log, self.recorder = log, recorder
-        self.nodes, self.capture_seconds, self._calls = 0, 0.0, 0
-        self.training: Recording | None = None
-        self.evaluation: Recording | None = None
+    eager: Eager
+    mesh: Mesh
+    layers: int
+    evaluates: bool
+    log: Log | None = None
+    recorder: Callable[[], CudaRecorder] = CudaRecorder
+    training: Recording | None = field(default=None, init=False)
+    evaluation: Recording | None = field(default=None, init=False)
+    nodes: int = field(default=0, init=False)
+    capture_seconds: float = field(default=0.0, init=False)
+    _calls: int = field(default=0, init=False)
 
     @property
     def replaying(self) -> bool:

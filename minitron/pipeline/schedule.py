@@ -183,14 +183,14 @@ def operations(pp: int, vp: int, num_microbatches: int, rank: int, kind: Kind = 
     warmup = pp - rank - 1 if vp == 1 else (vp - 1) * group + 2 * (pp - rank - 1)
     warmup = min(warmup, len(order))
     forwards = [Forward(mb, chunk, last=(mb, chunk) == order[-1]) for mb, chunk in order]
-    put_off = rank if kind == "zb-h1" else 0  # rank 0 sends no gradients, so it defers nothing
-    backward = BackwardInput if put_off else Backward
+    num_deferred = rank if kind == "zb-h1" else 0  # rank 0 sends no gradients, so it defers nothing
+    backward = BackwardInput if num_deferred else Backward
     backwards: list[list[Operation]] = [
         [backward(mb, vp - 1 - chunk, last=mb == num_microbatches - 1, first=mb == 0)] for mb, chunk in order
     ]
-    if put_off:
+    if num_deferred:
         for mb in range(num_microbatches):
-            after = backwards[min(mb + put_off, num_microbatches - 1)]
+            after = backwards[min(mb + num_deferred, num_microbatches - 1)]
             after.append(BackwardWeight(mb, 0, last=mb == num_microbatches - 1))
     steady = [op for forward, others in zip(forwards[warmup:], backwards) for op in (forward, *others)]
     return forwards[:warmup] + steady + [op for others in backwards[len(order) - warmup :] for op in others]

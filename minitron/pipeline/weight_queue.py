@@ -1,8 +1,8 @@
 """The queue of weight gradients that a BackwardInput leaves for its BackwardWeight.
 
 Problem: a schedule that fills its bubble with weight gradients computes them later than the gradient of the input, but
-autograd computes both at once. The idea: while a BackwardInput runs, the backward of a linear layer queues the product
-of its weight gradient, with the two matrices that it reads, and returns without it:
+autograd computes both at once. The idea: while a BackwardInput runs, the backward of a linear layer does not compute
+its weight gradient. It queues the product, with the two matrices that the product reads:
 
     BackwardInput     layer 2: dx2, queue dW2 = dy2^T x2       layer 1: dx1, queue dW1
     BackwardWeight    dW2, dW1

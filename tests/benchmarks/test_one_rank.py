@@ -173,7 +173,7 @@ def test_products_in_pieces_add_up_what_was_made_for_each_rank(size, rank):
         set_stream=lambda stream: None,
     )
 
-    def product(x, weight, out=None):
+    def product(x, out=None):
         y = x.rowwise @ weight
         return y if out is None else out.copy_(y)
 
@@ -184,18 +184,18 @@ def test_products_in_pieces_add_up_what_was_made_for_each_rank(size, rank):
         for _ in range(3):
             payload = Payload(x, None)
             expected = (x @ weight).unflatten(0, (size, 2)).sum(0)
-            torch.testing.assert_close(comm.matmul_scatter(payload, product, weight, 6), expected)
-            torch.testing.assert_close(comm.start_matmul_scatter(payload, product, weight, 6).wait(), expected)
-            y, kept = comm.gather_matmul(payload, product, weight, 6, keep=True)
+            torch.testing.assert_close(comm.matmul_scatter(payload, product, 6), expected)
+            torch.testing.assert_close(comm.start_matmul_scatter(payload, product, 6).wait(), expected)
+            y, kept = comm.gather_matmul(payload, product, 6, keep=True)
             assert torch.equal(kept.rowwise, x.repeat(size, 1))
             torch.testing.assert_close(y, (x @ weight).repeat(size, 1))
 
 
 def test_gpus_of_a_node_see_each_other():
     with partners.partners(8):
-        from minitron.parallel import overlap
+        from minitron.parallel import layer_context
 
-        see, cuda = overlap.can_access_peers, torch.device("cuda")
+        see, cuda = layer_context.can_access_peers, torch.device("cuda")
         for ranks, expected in ((0, 7), True), ((8, 12), True), ((4, 8), False), ((0, 64), False):
             assert see(Axis("dp", 0, len(ranks), ranks), cuda) == expected
         assert not see(Axis("tp", 0, 2, (0, 1)), CPU) and not see(Axis("tp", 0, 1, (0,)), cuda)

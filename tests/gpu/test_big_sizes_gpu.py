@@ -144,7 +144,7 @@ def test_norms(fused, close, layer_norm):
     m, h, eps = rows_of(WIDTH), WIDTH, 1e-5
     x, delta, weight, rows = randn(m, h), randn(m, h, seed=1), randn(h, seed=2), chosen(m, h)
     bias, delta_bias = (randn(h, seed=3), randn(h, seed=4)) if layer_norm else (None, None)
-    total, y, statistics = fused.add_norm(x, delta, delta_bias, weight, bias, eps)
+    total, y, statistics = fused.add_norm((x, delta, delta_bias), weight, bias, eps)
     summed = take64(x, rows) + take64(delta, rows) + (delta_bias.double() if layer_norm else 0)
     close(take(total, rows), summed, BF16)
     t = take64(total, rows)
@@ -154,7 +154,7 @@ def test_norms(fused, close, layer_norm):
     expected = normal * weight.double() + (bias.double() if layer_norm else 0)
     close(take(y, rows), expected, BF16)
     into = CastInto(torch.tensor([448 / 64], device=GPU), None, E4M3)
-    _, cast, _ = fused.add_norm(x, delta, delta_bias, weight, bias, eps, into)
+    _, cast, _ = fused.add_norm((x, delta, delta_bias), weight, bias, eps, into)
     close(take(cast.rowwise, rows).double() / into.scale, expected, IN_E4M3, floor=1e-4)
     del x, delta, y, cast
     dy, dtotal = randn(m, h, seed=5), randn(m, h, seed=6)
@@ -365,10 +365,10 @@ def head():
 def test_products_of_the_head(fused, close):
     gemm, (x, weight, rows, columns) = Gemm(fused.add_product), head()
     with torch.no_grad():
-        y = gemm.forward(gemm.quantize(x, columnwise=True, record=True), weight)
+        y = gemm.forward(weight)(gemm.quantize(x, columnwise=True, record=True))
         close(take(y, rows), take64(x, rows) @ weight.double().t(), BF16, LONG_SUM)
         dy = y.normal_(generator=torch.Generator(GPU).manual_seed(2))
-        dx = gemm.input_grad(gemm.quantize_grad(dy, columnwise=True), weight)
+        dx = gemm.input_grad(weight)(gemm.quantize_grad(dy, columnwise=True))
         close(take(dx, rows), take64(dy, rows) @ weight.double(), BF16, LONG_SUM)
         for times in (1, 2):
             assert (
@@ -470,13 +470,13 @@ def test_fp8_products_of_the_head(close, recipe):
         cast, w = gemm.quantize(x, columnwise=True, record=True), gemm._quantized(weight)
         tiled = recipe == "block"
         values = stands_for(w.rowwise, w.rowwise_scale, None, tiled)
-        y = gemm.forward(cast, weight)
+        y = gemm.forward(weight)(cast)
         close(take(y, rows), stands_for(cast.rowwise, cast.rowwise_scale, rows) @ values.t(), BF16, FAST_SUM)
         dy = y.normal_(generator=torch.Generator(GPU).manual_seed(2))
         grad = gemm.quantize_grad(dy, columnwise=True)
         of_rows = stands_for(grad.rowwise, grad.rowwise_scale, rows)
         close(of_rows, take64(dy, rows), 2.0**-3 + BF16, floor=1e-3)  # e5m2 has 2 bits
-        dx = gemm.input_grad(grad, weight)
+        dx = gemm.input_grad(weight)(grad)
         close(take(dx, rows), of_rows @ values, BF16, LONG_SUM)
         del dx, values
         other = gemm._columnwise(grad)

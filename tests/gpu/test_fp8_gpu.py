@@ -53,7 +53,7 @@ def test_casts_are_the_same(recipe, role, columns):
     x, results = randn(0, 384, 256), []
     for backend in backends(recipe):
         scale, amax = given(recipe, float(x.abs().max()))
-        results.append((backend.cast(x, role, ALONE, scale, amax, columns), amax))
+        results.append((backend.cast(x, role, ALONE, (scale, amax), columns), amax))
     (mine, amax), (twin, other) = results
     assert amax is None or torch.equal(amax, other)
     if recipe == "block" and role == "weight":  # tiles have one scale each there, one per row here
@@ -77,7 +77,7 @@ def test_products_equal_those_of_what_the_casts_stand_for(recipe):
     x, w, dy = randn(0, 512, 256), randn(1, 384, 256), randn(2, 512, 384)
     for backend in backends(recipe):
         x8, w8, dy8 = (
-            backend.cast(t, role, ALONE, *given(recipe, 4.0), True) for t, role in ((x, "x"), (w, "weight"), (dy, "dy"))
+            backend.cast(t, role, ALONE, given(recipe, 4.0), True) for t, role in ((x, "x"), (w, "weight"), (dy, "dy"))
         )
         rows, columns = zip(
             *(
@@ -89,9 +89,9 @@ def test_products_equal_those_of_what_the_casts_stand_for(recipe):
         # one rounding to bf16 of the result; float32 sums in another order, in FP8 tensor cores with fewer bits
         gemm = Fp8Gemm(backend, torch.bfloat16)
         gemm._weight = w8
-        y = gemm.forward(x8, w)
+        y = gemm.forward(w)(x8)
         assert_close_rel(y.float(), value(rows[0]) @ value(rows[1]).t(), 3e-3, "y")
-        dx = gemm.input_grad(dy8, w)
+        dx = gemm.input_grad(w)(dy8)
         assert_close_rel(dx.float(), value(rows[2]) @ value(columns[1]).t(), 3e-3, "dx")
         dw = value(columns[2]) @ value(columns[0]).t()
         main = torch.full((384, 256), float("nan"), device="cuda")
@@ -139,7 +139,7 @@ def test_masters_are_cast_as_transformer_engine_casts():
 
     scale, amax, top = (torch.full((1,), x, device="cuda") for x in (448 / 4.0, 1.0, 1.0))
     backend, _ = backends("delayed")
-    theirs = backend.cast(master.bfloat16(), "weight", ALONE, scale, amax, columnwise=True)
+    theirs = backend.cast(master.bfloat16(), "weight", ALONE, (scale, amax), columnwise=True)
     out = torch.zeros(384 * 256, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
     fused.cast_master(master.view(-1), scale, out, top)
     assert torch.equal(out.view(torch.uint8), theirs.rowwise.view(torch.uint8).view(-1)) and top == amax

@@ -12,7 +12,7 @@ from minitron.comm.mesh import Axis, Mesh
 from minitron.config import rules
 from minitron.config.schema import PrecisionConfig
 from minitron.data.loader import Loader
-from minitron.kernels import fp8_torch, plain
+from minitron.kernels import fp8_torch
 from minitron.kernels.fp8 import Fp8Gemm, Fp8State, Fp8States
 from minitron.kernels.fp8_scales import (
     FP8_DTYPES,
@@ -25,7 +25,7 @@ from minitron.kernels.fp8_scales import (
 )
 from minitron.kernels.fp8_torch import Operand
 from minitron.kernels.gemm import Gemm
-from minitron.kernels.kernels import choose_fp8
+from minitron.kernels.kernels import Kernels, choose_fp8
 from minitron.kernels.param import GradSlot
 from minitron.parallel.layer_context import LayerContext
 from minitron.parallel.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
@@ -52,9 +52,8 @@ def precision(recipe: str, **keys) -> PrecisionConfig:
 
 def state_of(recipe: str, mesh: Mesh) -> Fp8State:
     """Those of a model of one block."""
-    return Fp8State(
-        precision(recipe), range(1), 1, False, mesh, choose_fp8(precision(recipe), CPU), Gemm(plain.add_product)
-    )
+    cfg = config({"model": {"num_layers": 1}, "precision": {"fp8": recipe, "fp8_backend": "torch"}})
+    return Fp8State(cfg, range(1), False, mesh, Kernels(fp8=choose_fp8(cfg.precision, CPU)))
 
 
 def values(payload, columns: bool = False) -> torch.Tensor:
@@ -71,7 +70,7 @@ def values(payload, columns: bool = False) -> torch.Tensor:
 @pytest.mark.parametrize("backend", [fp8_torch.TorchFp8(), fp8_torch.TorchBlockFp8()])
 def test_a_cast_rounds_each_value_once(backend, role):
     x = randn("x", 256, 384) * torch.logspace(-3, 3, 384)
-    payload = backend.cast(x.bfloat16(), role, Axis.single(), None, None, columnwise=True)
+    payload = backend.cast(x.bfloat16(), role, Axis.single(), (None, None), columnwise=True)
     blocks = type(backend) is fp8_torch.TorchBlockFp8
     step = 2**-3 if role == "dy" and not blocks else 2**-4  # half a unit of the last bit kept
     for columns in False, True:
@@ -84,8 +83,8 @@ def test_a_cast_rounds_each_value_once(backend, role):
 def test_blocks_have_powers_of_two_that_fill_the_range():
     x = randn("x", 256, 256).float()
     x[:, 128:] *= 1e-3
-    rows = fp8_torch.TorchBlockFp8().cast(x, "x", Axis.single(), None, None, columnwise=False)
-    tiles = fp8_torch.TorchBlockFp8().cast(x, "weight", Axis.single(), None, None, columnwise=False)
+    rows = fp8_torch.TorchBlockFp8().cast(x, "x", Axis.single(), (None, None), columnwise=False)
+    tiles = fp8_torch.TorchBlockFp8().cast(x, "weight", Axis.single(), (None, None), columnwise=False)
     assert rows.columnwise is None and rows.rowwise_scale.shape == (2, 256)
     for block in range(2):
         part = slice(128 * block, 128 * block + 128)
@@ -102,9 +101,9 @@ def test_a_given_scale_saturates_and_notes_the_magnitude(role, limit):
     """Whether a conversion to float8 saturates by itself depends on the format, the device and torch's version."""
     x = torch.tensor([[0.5, -3.0, 100.0, 1e-9]])
     scale, amax = torch.tensor([limit / 100]), torch.tensor([7.0])
-    cast = fp8_torch.TorchFp8().cast(x * 2, role, Axis.single(), scale, amax, columnwise=False)
+    cast = fp8_torch.TorchFp8().cast(x * 2, role, Axis.single(), (scale, amax), columnwise=False)
     assert float(values(cast)[0, 2]) == pytest.approx(100, rel=1e-6) and amax == 200  # 200 would not fit
-    fp8_torch.TorchFp8().cast(x, role, Axis.single(), scale, amax, columnwise=False)
+    fp8_torch.TorchFp8().cast(x, role, Axis.single(), (scale, amax), columnwise=False)
     assert amax == 200  # a smaller one changes nothing
 
 
@@ -136,7 +135,7 @@ def two_layers(recipe, tp, by, sequence_parallel, recompute):
 def plain_two_layers(recipe, tp):
     """The same on whole tensors in float32, from casts as the design says they are made."""
     backend = choose_fp8(precision(recipe), CPU)
-    cast = lambda t, role: backend.cast(t.bfloat16(), role, Axis.single(), None, None, columnwise=True)
+    cast = lambda t, role: backend.cast(t.bfloat16(), role, Axis.single(), (None, None), columnwise=True)
     x, dy = cast(randn("x", S, B, H).flatten(0, 1), "x"), cast(randn("dy", S, B, H).flatten(0, 1), "dy")
     y, dx, dw1, dw2 = 0, 0, [], []
     for w1, w2 in zip(randn("w1", F, H).chunk(tp), randn("w2", H, F).chunk(tp, 1)):
@@ -230,7 +229,7 @@ def current(top, role):
 
 def current_cast(backend, top, role):
     x = torch.full((128, 128), top)
-    return backend.cast(x, role, Axis.single(), None, None, columnwise=False).rowwise_scale.flatten()[:1]
+    return backend.cast(x, role, Axis.single(), (None, None), columnwise=False).rowwise_scale.flatten()[:1]
 
 
 def kept(top, role):
@@ -270,7 +269,8 @@ def test_a_product_of_tiny_tensors_is_what_its_casts_stand_for():
     """Of both reciprocals, taken alone, the product was zero."""
     backend, tiny = fp8_torch.TorchFp8(), 2.0**-60
     x, dy = (
-        backend.cast(randn(role, 16, 16).float() * tiny, role, Axis.single(), None, None, False) for role in ("x", "dy")
+        backend.cast(randn(role, 16, 16).float() * tiny, role, Axis.single(), (None, None), False)
+        for role in ("x", "dy")
     )
     out = torch.empty(16, 16)
     backend.multiply_into(out, Operand(*dy[:2]), Operand(*x[:2]), add=False)

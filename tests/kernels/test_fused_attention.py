@@ -73,6 +73,14 @@ def interpreted():
         assert torch.equal(kept, dropout.mask(2) != 0), name
 
 
+OPERANDS = {  # of each kernel: those with a stride, and the others
+    "_attention_forward": (("q", "k", "v"), ("out", "lse")),
+    "_attention_backward_q": (("q", "k", "v", "out", "dout"), ("lse", "delta", "dq")),
+    "_attention_backward_kv": (("q", "k", "v", "dout"), ("lse", "delta", "dk", "dv")),
+}
+OF_FLOAT32 = {"lse": "*fp32", "delta": "*fp32"}
+
+
 @pytest.mark.parametrize(
     "width,documents",
     [
@@ -89,10 +97,10 @@ def test_kernels_compile_and_fit_the_shared_memory_of_a_gpu_that_is_given_them(w
             m, n, warps, stages = fused_attention.tiles(kernel, dtype, width, documents=documents)
             values = dict(CAUSAL=True, DOCUMENTS=documents, THRESHOLD=2**31, FACTOR=2.0)
             values |= dict(GROUP=2, D=width, WIDTH=width, M=m, N=n)
-            types = {"document_bounds": "*i32", "lse": "*fp32", "delta": "*fp32", "counters": "*i64", "scale": "fp32"}
-            types |= {name: f"*{kind}" for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")}
-            types["strides"] = ("i32",) * len({"q", "k", "v", "out", "dout"}.intersection(kernel.arg_names))
-            types = dict.fromkeys(kernel.arg_names, "i32") | types
+            inputs, others = OPERANDS[kernel.__name__]
+            pointers = *(f"*{kind}" for _ in inputs), *(OF_FLOAT32.get(name, f"*{kind}") for name in others)
+            types = dict.fromkeys(kernel.arg_names, "i32") | {"scale": "fp32", "strides": ("i32",) * len(inputs)}
+            types["tensors"] = *pointers, "*i64", "*i32"  # and counters, document_bounds
             # pointers and strides that 16 divides are loaded in pieces of 16 bytes, as they are in a step
             aligned = lambda name, kind: kind[0] == "*" or name == "strides"
             for gpu, available in {89: 99 * 2**10, 90: 227 * 2**10}.items():

@@ -97,7 +97,7 @@ def norms(layer_norm, delta, kind):
 
     x, weight, scale = randn(0, 5, 3, 72, dtype=torch.float16), randn(1, 72, dtype=torch.float16), torch.tensor([10.0])
     summed = (randn(2, 5, 3, 72, dtype=torch.float16), randn(3, 72, dtype=torch.float16)) if delta else (None, None)
-    inputs = x, *summed, weight, randn(4, 72, dtype=torch.float16) if layer_norm else None, 1e-5
+    inputs = (x, *summed), weight, randn(4, 72, dtype=torch.float16) if layer_norm else None, 1e-5
     amax = [torch.full((1,), 0.5) for _ in range(3)]
     total, y, statistics = fused.add_norm(*inputs)
     expected = fused.cast(y.flatten(0, -2), CastInto(scale, amax[0], kind))

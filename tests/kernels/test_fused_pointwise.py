@@ -59,7 +59,7 @@ def norms():
         bias = randn(h, seed=2) if layer_norm else None
         delta = randn(5, 7, h, seed=3).transpose(0, 1) if with_delta else None
         delta_bias = randn(h, seed=4) if with_bias else None
-        mine, twins = (ops.add_norm(x, delta, delta_bias, weight, bias, 1e-5) for ops in (fused, plain))
+        mine, twins = (ops.add_norm((x, delta, delta_bias), weight, bias, 1e-5) for ops in (fused, plain))
         assert torch.equal(mine[0], twins[0]) and (with_delta or mine[0] is x)
         assert_twins(mine, twins, what=what)
         dy, dtotal = randn(5, 7, h, seed=5).transpose(0, 1), randn(7, 5, h, seed=6) if with_dtotal else None
@@ -137,22 +137,22 @@ def rows_added():
 def cross_entropy():
     from minitron.kernels import fused
 
-    for vocab, first, num_ids in [(96, 0, None), (96, 0, 90), (128, 100, 61), (64, 100, 0), (9000, 0, 8500)]:
-        what, known = f"{vocab} from {first}, {num_ids}", vocab if num_ids is None else num_ids
+    for vocab, first, num_ids in [(96, 0, 96), (96, 0, 90), (128, 100, 61), (64, 100, 0), (9000, 0, 8500)]:
+        what = f"{vocab} from {first}, {num_ids}"
         logits, labels = 3 * randn(6, 2, vocab), torch.arange(12).view(6, 2) * 19
-        labels[0, 0] = first + known - 1  # the last id that is here, and the first that is not
-        labels[0, 1] = first + known
-        logits[..., known:] = float("inf")  # padding
+        labels[0, 0] = first + num_ids - 1  # the last id that is here, and the first that is not
+        labels[0, 1] = first + num_ids
+        logits[..., num_ids:] = float("inf")  # padding
         mine, twins = (ops.softmax_sums(logits, labels, first, num_ids) for ops in (fused, plain))
-        if known:
+        if num_ids:
             assert_twins(mine, twins, what=what)
         else:  # infinities have no distance
             assert all(map(torch.equal, mine, twins)), what
         lse, dloss = 5 + randn(6, 2, seed=1), randn(6, 2, seed=2)
         inputs = labels, first, lse, dloss, num_ids
         grads = [ops.softmax_gradient_(logits.clone(), *inputs) for ops in (fused, plain)]
-        assert not grads[0][..., known:].any(), what
-        assert_close_rel(*(grad[..., :known] for grad in grads), CLOSE, what) if known else None
+        assert not grads[0][..., num_ids:].any(), what
+        assert_close_rel(*(grad[..., :num_ids] for grad in grads), CLOSE, what) if num_ids else None
 
 
 def adamw():

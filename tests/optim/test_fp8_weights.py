@@ -81,10 +81,10 @@ def train(cfg, bucket_bytes=None, broken_step=None):
 
 
 def in_buckets_of_their_own(original):
-    def init(self, weight, bias, gemm, *args, **kwargs):
-        if isinstance(gemm, Fp8Gemm):
-            weight.spec = replace(weight.spec, decay=2)  # which is as true as True, and another key
-        original(self, weight, bias, gemm, *args, **kwargs)
+    def init(self, linear, bias):
+        if isinstance(linear.gemm, Fp8Gemm):
+            linear.weight.spec = replace(linear.weight.spec, decay=2)  # which is as true as True, and another key
+        original(self, linear, bias)
 
     return init
 

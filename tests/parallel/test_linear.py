@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 import minitron
+from layouts import config
 from minitron.comm.mesh import Axis, Mesh
-from minitron.config.schema import PrecisionConfig
 from minitron.kernels import fp8_torch, plain
 from minitron.kernels.fp8 import Fp8State
 from minitron.kernels.gemm import Gemm
-from minitron.kernels.kernels import choose_fp8
+from minitron.kernels.kernels import Kernels, choose_fp8
 from minitron.kernels.param import GradSlot
 from minitron.parallel.layer_context import LayerContext
 from minitron.parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -42,8 +42,8 @@ def gemms_of(fp8: str, add_product):
     """A function that makes the product of one more layer."""
     if fp8 == "none":
         return lambda: Gemm(add_product)
-    precision, mesh = PrecisionConfig(fp8=fp8, fp8_backend="torch"), Mesh.offline()
-    state = Fp8State(precision, range(1), 1, False, mesh, choose_fp8(precision, mesh.device), Gemm(add_product))
+    cfg, mesh = config({"model": {"num_layers": 1}, "precision": {"fp8": fp8, "fp8_backend": "torch"}}), Mesh.offline()
+    state = Fp8State(cfg, range(1), False, mesh, Kernels(fp8=choose_fp8(cfg.precision, mesh.device)))
     return lambda: state.gemm(0)
 
 
@@ -73,7 +73,8 @@ def test_three_calls_forward_and_four_backward(monkeypatch, fp8, bias):
         y.backward(torch.randn_like(y))
         backward, chains[:] = list(chains), []
         assert [chain[:2] for chain in backward] == [
-            ["_Linear.backward", f"{layer}_backward"] for layer in ("row", "row", "column", "column")
+            ["_Linear.backward", f"{layer}.backward"]
+            for layer in ("RowLinear", "RowLinear", "ColumnLinear", "ColumnLinear")
         ]
         for chain in backward:
             assert len(chain) - 1 <= 4, " -> ".join(chain)

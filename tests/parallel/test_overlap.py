@@ -1,6 +1,7 @@
 """Products in pieces on CPUs: the memory that GPUs see of each other is files here, streams run in order of launch."""
 
 import contextlib
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -9,12 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from layouts import config
 from minitron.comm import shared_memory
 from minitron.comm.mesh import Axis, Mesh
 from minitron.kernels import plain
 from minitron.kernels.gemm import Payload
+from minitron.kernels.kernels import PLAIN
 from minitron.optim import slices
-from minitron.parallel import overlap
+from minitron.parallel import layer_context, overlap
+from minitron.parallel.layer_context import make_layer_context
 from minitron.parallel.overlap import ProcessGroupComm, SymmetricMemoryComm
 from minitron.testing import assert_close_rel
 from test_tensor_parallel import _plain_two_layers, check_two_layers, two_layers_in_order
@@ -72,7 +76,7 @@ def on_files(folder, axis):
         yield
 
 
-def product(x, weight, out=None):
+def product(weight, x, out=None):
     """y = x W of a payload with two scales a row, one for each half of it."""
     values = (x.rowwise.float().unflatten(1, (2, -1)) * x.rowwise_scale.t().unsqueeze(-1)).flatten(1)
     y = (values @ weight.float()).to(weight.dtype)
@@ -111,21 +115,22 @@ def methods(folder, size):
             x, whole = payload(M * scale), payload(size * M * scale)
             columns = Payload(None, None, torch.randn(K, M * scale, generator=draw), torch.randn(2, K, generator=draw))
             weight = torch.randint(-8, 9, (K, N), generator=draw).float()
-            partial = torch.randn(K, N, generator=draw).bfloat16()
+            summands = torch.randn(K, N, generator=draw).bfloat16()
+            exact, rounded = partial(product, weight), partial(product, summands)
             results = []
             for comm, rounding in comms:  # a run's products are of one dtype
-                y, kept = comm.gather_matmul(x, product, weight, N, keep=True)
+                y, kept = comm.gather_matmul(x, exact, N, keep=True)
                 results.append(
                     [
                         *comm.start_gather(x).wait()[:2],
                         *comm.start_gather(columns).wait()[2:],
                         *kept[:2],
                         y,
-                        rounding.matmul_scatter(whole, product, partial, N),
-                        rounding.start_matmul_scatter(whole, product, partial, N).wait(),
+                        rounding.matmul_scatter(whole, rounded, N),
+                        rounding.start_matmul_scatter(whole, rounded, N).wait(),
                     ]
                 )
-                assert comm.gather_matmul(x, product, weight, N)[1] is None
+                assert comm.gather_matmul(x, exact, N)[1] is None
             pairs += zip(*results, strict=True)
     return [(mine.float(), other.float(), mine.dtype == torch.bfloat16) for mine, other in pairs]
 
@@ -208,25 +213,17 @@ def test_both_collectives_of_a_column_parallel_backward_hide_behind_its_products
         comm._memory = lambda use, need: memory
         comm._fetch = comm._receive = lambda memory, piece, where: comm.copy_stream.run(len(piece.ranks))
         gathering = comm.start_gather(Payload(torch.zeros(4, 8)))
-        scattering = comm.start_matmul_scatter(
-            Payload(torch.zeros(16, 8)), lambda *operands: main.run(10.0), torch.zeros(1), 8
-        )
+        scattering = comm.start_matmul_scatter(Payload(torch.zeros(16, 8)), lambda *operands: main.run(10.0), 8)
         gathering.wait()
         started = main.run(10.0)  # the weight gradient: beside the scatter
         scattering.wait()
     assert started == pytest.approx(10.0) and main.now == pytest.approx(20.0)
 
 
-def chosen(size, device="cpu", sequence_parallel=True, overlap_tp=True):
-    axis = Axis("tp", 0, size, tuple(range(size))) if size > 1 else Axis.single()
-    return overlap.choose(
-        axis,
-        torch.device(device),
-        torch.float32,
-        sequence_parallel=sequence_parallel,
-        overlap=overlap_tp,
-        sum_parts=plain.sum_parts,
-    )
+def chosen(size, device="cpu", overlap_tp=True, sequence_parallel=True):
+    keys = {"tp": size, "overlap_tp": overlap_tp, "sequence_parallel": sequence_parallel}
+    cfg = config({"parallel": keys})
+    return make_layer_context(cfg, Mesh.offline(size, tp=size, device=device), PLAIN).comm
 
 
 def test_one_rank_and_cpus_have_no_shared_memory():
@@ -237,12 +234,13 @@ def test_one_rank_and_cpus_have_no_shared_memory():
 
 
 def test_only_a_power_of_two_of_ranks_takes_shared_memory():
+    shared = ProcessGroupComm(Axis.single())
     with (
-        mock.patch.object(overlap, "can_access_peers", lambda axis, device: True),
-        mock.patch.object(overlap, "SymmetricMemoryComm", lambda axis, device, dtype, sum_parts: "shared"),
+        mock.patch.object(layer_context, "can_access_peers", lambda axis, device: True),
+        mock.patch.object(layer_context, "SymmetricMemoryComm", mock.Mock(return_value=shared)),
     ):
-        assert chosen(2, "cuda:0") == chosen(4, "cuda:0") == "shared"
-        assert type(chosen(3, "cuda:0")) is type(chosen(4, "cuda:0", overlap_tp=False)) is ProcessGroupComm
+        assert chosen(2, "cuda:0") == chosen(4, "cuda:0") == shared
+        assert shared not in (chosen(3, "cuda:0"), chosen(4, "cuda:0", overlap_tp=False))
         assert type(chosen(4, "cuda:0", sequence_parallel=False)) is ProcessGroupComm
 
 

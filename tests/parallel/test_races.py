@@ -210,16 +210,16 @@ def call(rank, comm, kind, m, keep):
         rank.touch(*x.parts(), write=True)
         return x
 
-    def product(x, weight, out):
+    def product(x, out):
         rank.touch(*x.parts())
         rank.touch(out, write=True)
 
     if kind == "gather_matmul":
-        y, whole = comm.gather_matmul(payload(m), product, weight, 64, keep=keep)
+        y, whole = comm.gather_matmul(payload(m), product, 64, keep=keep)
         assert (whole is not None) == keep
         rank.touch(y, *whole.parts() if keep else ())
     elif kind == "matmul_scatter":
-        comm.matmul_scatter(payload(rank.axis.size * m), product, weight, 64)
+        comm.matmul_scatter(payload(rank.axis.size * m), product, 64)
     elif kind == "later":
         queue = weight_queue.WeightQueue()
         with queue.collect() as handed_in:
@@ -230,7 +230,7 @@ def call(rank, comm, kind, m, keep):
         gathering = comm.start_gather(payload(m))
         scattering = None
         if kind == "backward":
-            scattering = comm.start_matmul_scatter(payload(rank.axis.size * m), product, weight, 64)
+            scattering = comm.start_matmul_scatter(payload(rank.axis.size * m), product, 64)
         rank.touch(*gathering.wait().parts())
         if scattering is not None:
             scattering.wait()

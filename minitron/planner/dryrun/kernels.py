@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from minitron.config.schema import Config
 from minitron.kernels import kernels, plain
+from minitron.kernels.attention import REFERENCE, Forward, Grads, Options
 from minitron.kernels.fp8_torch import TorchBlockFp8, TorchFp8
 from minitron.kernels.gemm import Gemm
 from minitron.kernels.kernels import Kernels
@@ -39,10 +40,22 @@ def choose(cfg: Config) -> Kernels:
     chosen = kernels.choose(cfg, "meta")
     attend, fp8 = chosen.attention, chosen.fp8
     if attend.name != "reference":
-        attend = replace(attend, forward=unobserved(attend.forward), backward=unobserved(attend.backward))
+        attend = replace(attend, forward=unobserved(_attention_forward), backward=unobserved(_attention_backward))
     if fp8 is not None and cfg.precision.fp8_backend == "te":
         fp8 = _like_transformer_engine(cfg.precision.fp8 == "block")
     return Kernels(attend, sys.modules[__name__], Gemm(unobserved(plain.add_product)), adamw_, fp8)
+
+
+def _attention_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Forward:
+    """Compute attention by the formulas. Results get the strides of q, as in the kernels of GPUs."""
+    out, lse, saved = REFERENCE.forward(q, k, v, options)
+    return torch.empty_like(q).copy_(out), lse, saved
+
+
+def _attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Grads:
+    grads = REFERENCE.backward(dout, q, k, v, *rest)
+    dq, dk, dv = (torch.empty_like(x).copy_(grad) for x, grad in zip((q, k, v), grads))
+    return dq, dk, dv
 
 
 def _like_transformer_engine(block: bool) -> TorchFp8:
