@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from minitron.checkpoint.load import ResumePoint
-from minitron.checkpoint.save import Exporter
-from minitron.checkpoint.saves import Saves
+from minitron.checkpoint.save import Checkpointer, Exporter, Saves
 from minitron.checkpoint.state import State
 from minitron.comm.activity import Progress
 from minitron.comm.collectives import all_reduce_
@@ -203,7 +202,10 @@ def train(
     loader = Loader(data.train, cfg, mesh)
     replicas = Replicas(trainer.chunks, trainer.gradients, t)
     stragglers = Stragglers(mesh, log, t, trainer.kernels.add_now)
-    saves = Saves(cfg, trainer.state, data.info, log, stop, replicas, start, exporter)
+    checkpointer = None
+    if cfg.checkpoint.dir is not None:
+        checkpointer = Checkpointer(cfg, trainer.state, data.info, log, start.step, start.parent_checkpoint, exporter)
+    saves = Saves(checkpointer, stop, replicas, start)
     memory = lambda: memory_in_use(trainer.shared_bytes, trainer.runner.replaying)
     figures_to = stop.on_figures, saves.on_figures, partial(startup.on_figures, log)
     meter = Meter(log, mesh, memory, saves.stalls, *figures_to)

@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from minitron.checkpoint.boxes import Box, covers
+from minitron.checkpoint.boxes import Box, TensorShard, covers
 from minitron.checkpoint.checksum import crc32
 from minitron.checkpoint.directory import STEP, newest
 from minitron.checkpoint.format import BLOCK_BYTES, INDEX, STORED, CheckpointError, disk_errors, file_size, read_index
@@ -105,9 +105,9 @@ class Reader:
             if checksum != saved["checksum"]:
                 raise CheckpointError(f"{path} is damaged: its checksum is {checksum} instead of {saved['checksum']}")
 
-    def files_of(self, name: str, kind: str, box: Box) -> set[str]:
-        """Return the files that hold elements of a box. Raises CheckpointError unless they hold each element once."""
-        return {file for file, *_ in self._overlaps(name, kind, box)}
+    def files_of(self, shards: Iterable[TensorShard]) -> list[str]:
+        """List the files that hold these boxes. Raises CheckpointError unless they hold each element once."""
+        return sorted({file for x in shards for file, *_ in self._overlaps(x.name, x.kind, x.box)})
 
     def facts(self) -> dict[str, Any]:
         """Return the index for a Reader on another rank, which parses the text of a tensor when it first needs it."""

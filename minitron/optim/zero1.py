@@ -67,7 +67,7 @@ class Zero1Optimizer:
     With FP8 weights the constructor writes their first bytes and is collective over dp_cp.
 
     masters, exp_avg, exp_avg_sq: one float32 tensor [size / dp_cp] per bucket, never replaced. steps: 0-d float32,
-    updates so far. snapshot_done: handle of a state copy in progress. The update waits for it.
+    updates so far.
     """
 
     def __init__(self, gradients: Gradients, cfg: OptimizerConfig, kernels: Kernels):
@@ -77,7 +77,7 @@ class Zero1Optimizer:
         self.exp_avg = [torch.zeros_like(master) for master in self.masters]
         self.exp_avg_sq = [torch.zeros_like(master) for master in self.masters]
         self.steps = torch.zeros((), dtype=torch.float32, device=gradients.mesh.device)
-        self.snapshot_done: Handle[Any] = Handle()
+        self.copied: Handle[Any] = Handle()
         self.adamw_ = kernels.adamw_
         self.fp8_weights = Fp8Weights(gradients, self.masters, kernels.ops.cast_master)
         self.states = [
@@ -119,10 +119,14 @@ class Zero1Optimizer:
         loss = loss_sum / count
         return Stats(torch.stack([loss, norm, skipped.double(), loss.isfinite().logical_not().double()]))
 
+    def update_after(self, copied: Handle[Any]) -> None:
+        """Let the next update wait for a copy of the state that is under way."""
+        self.copied = copied
+
     def _update(self, lr: float, divisor: Tensor, found_inf: Tensor) -> None:
         """Update all slices with gradient / divisor, unless found_inf is 1. A gather runs beside the next update."""
         self.steps += 1 - found_inf
-        self.snapshot_done.wait()
+        self.copied.wait()
         self.fp8_weights.begin()
         self.adamw_(
             self.states,

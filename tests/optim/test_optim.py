@@ -175,7 +175,7 @@ def test_an_update_waits_for_the_copy_of_what_it_changes(dtype):
     optimizer = Zero1Optimizer(toy.gradients, CFG, PLAIN)
     kept = [*optimizer.masters, *optimizer.exp_avg, *optimizer.exp_avg_sq]
     copy = lambda: [tensor.clone() for tensor in kept]
-    optimizer.snapshot_done = SimpleNamespace(wait=lambda: seen.append(copy()))
+    optimizer.update_after(SimpleNamespace(wait=lambda: seen.append(copy())))
     for step in range(2):
         before = copy()
         toy.accumulate(step)

@@ -26,6 +26,7 @@ from minitron.optim import replicas
 from minitron.optim.replicas import ReplicasDiffer, checksum
 from minitron.optim.slices import ProcessGroupSlices
 from minitron.planner.dryrun.dryrun import Recorder, recorded
+from minitron.pretrain import open_weights
 from minitron.runtime.log import Log
 from minitron.runtime.startup import Startup
 from minitron.train import Trainer, build, train
@@ -85,7 +86,7 @@ def train_here(cfg, spoil, stop_at):
     recorder, t, said = Recorder(), cfg.train, ""
     mesh = recorded(mesh_of(cfg), recorder)
     trainer = build(cfg, mesh)
-    start = ResumePoint() if cfg.checkpoint.dir is None else find_resume_point(cfg)
+    start = ResumePoint() if cfg.checkpoint.dir is None else find_resume_point(cfg, open_weights)
     restore(start, trainer.state)
     step = Trainer.step
 
