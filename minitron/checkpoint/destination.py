@@ -40,11 +40,11 @@ Records = list[dict[str, Any]]
 
 
 class Destination:
-    """A directory of checkpoints, or one on each node. Its methods are collective over the world.
+    """A directory in which all ranks save together, or one on each node. Its methods are collective over the world.
 
-    owner: of the shared directory, which rank 0 has claimed; None: each node has a directory, which its first rank
-    claims here. keep: as `commit` has it. saved: the step after which the run begins, then the last one that was saved.
-    shards, histories: what this rank holds; one rank of each stage writes histories into a directory: has_histories.
+    The constructor claims the directory. keep: as `commit` has it. saved: the step after which the run begins, then the
+    last one that was saved. shards, histories: what this rank holds; one rank of each stage writes histories into a
+    directory: has_histories. owner: of the directory, which its leader has claimed.
 
     The CheckpointError of any rank is raised on all ranks: a directory cannot be written, or several nodes see the same
     one. TakenOver is raised for the shared directory only.
@@ -53,15 +53,15 @@ class Destination:
     def __init__(
         self,
         directory: Path,
-        owner: str | None,
         keep: int,
         mesh: Mesh,
         saved: int,
         shards: Sequence[TensorShard],
         histories: Sequence[TensorShard],
+        per_node: bool = False,
     ):
-        self.directory, self.owner, self.keep, self.saved = directory, owner, keep, saved
-        self.per_node, self.file = owner is None, f"rank_{mesh.rank:05d}.safetensors"
+        self.directory, self.keep, self.saved, self.per_node = directory, keep, saved, per_node
+        self.file, self.owner = f"rank_{mesh.rank:05d}.safetensors", ""
         self.decide = partial(mesh.agreement.decide, errors=ERRORS)
         self.leaders: list[int] = []  # on rank 0: the leader of each rank
 
@@ -80,15 +80,17 @@ class Destination:
         self.token, self.leads, self.has_histories = self.decide(own, group, each=True)
         written = [*shards, *histories] if self.has_histories else shards
         num_bytes = sum(shard.tensor.nbytes for shard in written)
-        self._on_leaders(self._expect, lambda: (num_bytes, describe(self.file, written)))
-        if self.per_node:
-            self._on_leaders(lambda _: self._claim())
-            self._on_leaders(lambda _: self._check_alone())
+        owner_of_first = self._on_leaders(self._prepare, lambda: (num_bytes, describe(self.file, written)))
+        self.owner = self.owner or owner_of_first
+        if per_node:
+            self._on_leaders(self._check_alone)
 
-    def _expect(self, ranks: list[Any]) -> None:
-        """Prepare for saves of these (bytes, description) of this leader's ranks, which are the same in every save."""
+    def _prepare(self, ranks: list[Any]) -> str:
+        """Claim the directory for saves of these (bytes, description) of this leader's ranks. Return its owner."""
         self.num_bytes = sum(num_bytes for num_bytes, _ in ranks)
         self.tensors = index_tensors(described for _, described in ranks)
+        self.owner = claim(self.directory)
+        return self.owner
 
     def write(self, about: dict[str, Any], shards: Sequence[TensorShard]) -> str:
         """Write a save and commit it; return the checksum of rank 0's index. Raises CheckpointError and TakenOver."""
@@ -131,10 +133,7 @@ class Destination:
             answers[leader].append(record)
         return answers
 
-    def _claim(self) -> None:
-        self.owner = claim(self.directory)
-
-    def _check_alone(self) -> None:
+    def _check_alone(self, _: Records) -> None:
         """Raise CheckpointError if the leader of another node has claimed this directory."""
         fix = "name a folder on each node's own disk, or drop it"
         line = lambda _: f"checkpoint.local_dir={self.directory} is one directory that several nodes see; {fix}"

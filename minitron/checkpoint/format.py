@@ -39,7 +39,7 @@ from torch import Tensor
 
 from minitron.checkpoint.boxes import TensorShard
 from minitron.checkpoint.checksum import crc32
-from minitron.config.files import errors_as, parse_json, read_bytes, size_of
+from minitron.config.files import errors_as, parse_json, read_bytes
 from minitron.kernels.gemm import DTYPES
 from minitron.runtime.status import RunError
 
@@ -59,12 +59,6 @@ class CheckpointError(RunError):
 def disk_errors(path: Path) -> AbstractContextManager[None]:
     """Turn an OSError inside into a CheckpointError that names the file."""
     return errors_as(CheckpointError, lambda e: f"{e.filename or path}: {(e.strerror or str(e)).lower()}", OSError)
-
-
-def file_size(path: Path) -> int:
-    """Return the bytes of a regular file: a device or a pipe might never end. Raises CheckpointError."""
-    with disk_errors(path):
-        return size_of(path)
 
 
 # ---- the index -------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from minitron.config.save_interval import best_interval, duration
 from minitron.runtime.log_formats import Iteration
@@ -29,14 +29,6 @@ from minitron.runtime.log_formats import Iteration
 FIRST_STEPS = 10
 RECENT_STEPS, RECENT_SAVES = 20, 8  # of which medians are taken
 KEPT = 1.25  # an interval is kept unless the best one is longer or shorter by more than this factor
-
-
-class Costs(NamedTuple):
-    """Medians of seconds, None if nothing was measured: of a step, of training lost to a save, of a whole save."""
-
-    step: float | None
-    stall_seconds: float | None
-    save: float | None
 
 
 class SaveInterval:
@@ -92,16 +84,16 @@ class SaveInterval:
         """
         if not self.auto:
             return ""
-        self.steps, why = decide(self._costs, self._best)
+        self.steps, why = decide(self._medians, self._best)
         self.measured = self.measured or bool(why)
         return why
 
-    def _costs(self) -> Costs:
-        """Return this rank's measurements."""
-        return Costs(*(median(x) if x else None for x in (self.step_seconds, self.stall_seconds, self.save_seconds)))
+    def _medians(self) -> list[float | None]:
+        """Return seconds on this rank: of a step, of training lost to a save, of a whole save; None if not measured."""
+        return [median(x) if x else None for x in (self.step_seconds, self.stall_seconds, self.save_seconds)]
 
-    def _best(self, of_ranks: Iterable[Costs]) -> tuple[int, str]:
-        """Return the steps between saves by the measurements of all ranks; also return why, or "" if they stay."""
+    def _best(self, of_ranks: Iterable[list[float | None]]) -> tuple[int, str]:
+        """Return the steps between saves by the measurements of all ranks, and why, or "" if they stay."""
         step, stall, save = (max((x for x in kind if x is not None), default=None) for kind in zip(*of_ranks))
         if not step or stall is None or save is None:
             return self.steps, ""

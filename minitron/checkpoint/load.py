@@ -43,7 +43,7 @@ from minitron.config.schema import Config
 from minitron.kernels.param import params_of
 from minitron.runtime.log import Log
 
-# Keys of `model` that any checkpoint must agree in, and those that only a resumed run must agree in.
+# Keys of `model` that must equal those of any checkpoint, and those that must equal those of a resumed run only.
 STRUCTURE = ("family", "num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads", "tie_embeddings")
 MEANING = ("vocab_size", "positions", "rope_theta", "rope_scaling", "norm_eps")
 READERS = 4  # threads that read ahead
@@ -162,32 +162,29 @@ def _newest_checkpoint(cfg: Config, directory: Path) -> Reader | None:
     if c.resume:
         damaged = lambda e: f"{e}; {suggest_other_checkpoint(directory)}"
         with errors_as(CheckpointError, damaged, CheckpointError):
-            folder = newest(directory) if c.resume_step is None else checkpoint_of_step(directory, c.resume_step)
-            reader = None if folder is None else Reader(folder)
+            reader = _open_newest(directory, c.resume_step)
     if foreign := foreign_folder(directory, 0 if reader is None else reader.iteration, cfg.train.steps):
         why = "is in the way of a save of this run: it holds files that no save wrote"
         raise CheckpointError(f"{foreign} {why}; move it away, or use another checkpoint.dir")
     return reader
 
 
-def checkpoint_of_step(directory: Path, step: int) -> Path:
-    """Return the newest checkpoint if it descends from that of `step`, else the one of `step`.
+def _open_newest(directory: Path, resume_step: int | None) -> Reader | None:
+    """Open the newest checkpoint. With resume_step, open that of this step, unless the newest one descends from it.
 
-    Raises CheckpointError if the newest one is damaged and others descend from `step`: going back to `step` again would
-    lose them. Without such others a damaged newest one may be why the user goes back.
+    Returns None if there is no checkpoint. Raises CheckpointError, also if the newest one is damaged and others descend
+    from that of resume_step: going back to it again would lose them. Without such others a damaged newest one may be
+    why the user goes back.
     """
-
-    def descends(reader: Reader) -> bool:
-        return reader.config.get("checkpoint", {}).get("resume_step") == step
-
     try:
         folder = newest(directory)
-        if folder is not None and descends(Reader(folder)):
-            return folder
+        reader = None if folder is None else Reader(folder)
+        if resume_step is None or (reader is not None and reader.resume_step == resume_step):
+            return reader
     except CheckpointError:
-        if any(map(descends, readable_checkpoints(directory))):
+        if resume_step is None or any(x.resume_step == resume_step for x in readable_checkpoints(directory)):
             raise
-    return directory / STEP_NAME(step)
+    return Reader(directory / STEP_NAME(resume_step))
 
 
 def readable_checkpoints(directory: Path) -> Iterator[Reader]:
@@ -228,9 +225,8 @@ def newest_local_save(cfg: Config, start: ResumePoint, info: dict[str, Any], sta
                     found[step] = reader
             except CheckpointError as error:
                 problems.append(str(error))
-        return [
-            (step, reader.state.get("local_save", reader.index_checksum)) for step, reader in found.items()
-        ], problems
+        saves = [(step, reader.state.get("local_save", reader.index_checksum)) for step, reader in found.items()]
+        return saves, problems
 
     def compare(ranks: list[Any]) -> tuple[list[int], list[str]]:
         saves = [dict(seen) for seen, _ in ranks]
@@ -263,8 +259,8 @@ def newest_local_save(cfg: Config, start: ResumePoint, info: dict[str, Any], sta
 
 def _descends(reader: Reader, start: ResumePoint, cfg: Config) -> bool:
     """Tell whether a local save follows the checkpoint of `start`, and was made after the run last went back to it."""
-    went_back = reader.config.get("checkpoint", {}).get("resume_step")
-    return reader.state.get("root") == list(start.parent_checkpoint or ()) and went_back == cfg.checkpoint.resume_step
+    parent = list(start.parent_checkpoint or ())
+    return reader.state.get("root") == parent and reader.resume_step == cfg.checkpoint.resume_step
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
@@ -290,9 +286,9 @@ def check_data(start: ResumePoint, info: Mapping[str, Any]) -> None:
     """Raise CheckpointError unless samples and their order are the saved run's. info: this run's `Datasets.info`."""
     saved = {name: value for name, value in start.data.items() if name not in ("valid", "valid_samples")}
     if start.reader is not None:
-        fix = f"restore it, or begin a run from the weights with checkpoint.load={start.reader.path} and another "
-        ours = {name: info.get(name) for name in saved}
-        _require_equal(start.reader, "was saved with other data", saved, ours, fix + "checkpoint.dir")
+        ours, another_run = {name: info.get(name) for name in saved}, f"checkpoint.load={start.reader.path}"
+        fix = f"restore it, or start another run from the weights with {another_run} and another checkpoint.dir"
+        _require_equal(start.reader, "was saved with other data", saved, ours, fix)
 
 
 def _check_run(reader: Reader, cfg: Config) -> None:
@@ -324,11 +320,9 @@ def check_tensors(reader: Weights, ours: dict[str, list[int]], fix: str = SAME_C
     _require_equal(reader, "is of another model", saved, ours, fix)
 
 
-def _require_equal(
-    reader: Weights, what: str, saved: Mapping[str, Any], ours: Mapping[str, Any], fix: str, missing: str = "missing"
-) -> None:
+def _require_equal(reader: Weights, what: str, saved: Mapping[str, Any], ours: Mapping[str, Any], fix: str) -> None:
     """Raise CheckpointError, with this fix, unless names and values of a checkpoint are those of this run."""
-    pairs = {name: (saved.get(name, missing), ours.get(name, missing)) for name in {**saved, **ours}}
+    pairs = {name: (saved.get(name, "missing"), ours.get(name, "missing")) for name in sorted({**saved, **ours})}
     if differ := [f"{name} was {old} and is {new}" for name, (old, new) in pairs.items() if old != new]:
         more = f" and {len(differ) - SHOWN} more" * (len(differ) > SHOWN)
         raise CheckpointError(f"{reader.index} {what}: {', '.join(differ[:SHOWN])}{more}; {fix}")

@@ -40,7 +40,7 @@ from torch import Tensor
 from minitron.checkpoint.boxes import TensorShard
 from minitron.checkpoint.checksum import THREADS
 from minitron.checkpoint.destination import Destination
-from minitron.checkpoint.directory import ERRORS, STEP_NAME, TakenOver, claim
+from minitron.checkpoint.directory import ERRORS, STEP_NAME, TakenOver
 from minitron.checkpoint.format import CheckpointError
 from minitron.checkpoint.interval import SaveInterval
 from minitron.checkpoint.load import ResumePoint
@@ -149,21 +149,20 @@ class Checkpointer:
         self.running: Future[None] | None = None
         gradients, masters = state.optimizer.gradients, state.optimizer.masters
         sizes = [x.numel() if gradients.counts(b) else 0 for b, x in zip(gradients.buckets, masters, strict=True)]
-        directory = Path(c.dir).expanduser()
 
         def allocate() -> None:
             self.memory = host_memory(len(state.slices()), sum(sizes), pinned=on_gpu)
 
-        owner = self.decide(allocate, lambda _: claim(directory))
+        self.decide(allocate, lambda _: None)
         self.host = {kind: row.split(sizes) for kind, row in zip(state.slices(), self.memory)}
         self.shards = list(tensor_shards(gradients, self.host))
         self.histories = [shard for chunk in state.chunks for shard in state.histories(chunk)]
         saved = step if parent_checkpoint is None else parent_checkpoint[0]
-        self.shared = Destination(directory, owner, c.keep, mesh, saved, self.shards, self.histories)
+        held = self.shards, self.histories
+        self.shared = Destination(Path(c.dir).expanduser(), c.keep, mesh, saved, *held)
         self.local: Destination | None = None
         if c.local_dir is not None:
-            local_dir = Path(c.local_dir).expanduser()
-            self.local = Destination(local_dir, None, LOCAL_KEEP, mesh, step, self.shards, self.histories)
+            self.local = Destination(Path(c.local_dir).expanduser(), LOCAL_KEEP, mesh, step, *held, per_node=True)
 
     def due(self, step: int) -> bool:
         """Tell whether the configuration asks for a save in checkpoint.dir after this step."""
@@ -301,9 +300,8 @@ def host_memory(rows: int, numel: int, *, pinned: bool) -> Tensor:
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise lacking from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # of Linux
-        with suppress(OSError):  # a kernel without them
-            pages.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(AttributeError, OSError):  # large pages are of Linux, and not of every kernel
+        pages.madvise(mmap.MADV_HUGEPAGE)
     memory, part = torch.frombuffer(pages, dtype=torch.float32).view(rows, numel), -(-size // THREADS)
     address, begins = memory.data_ptr(), range(0, size, part)
     with ThreadPoolExecutor(THREADS) as pool:  # not by torch, of which each thread would start a team
