@@ -46,8 +46,8 @@ class Destination:
     last one that was saved. shards, histories: what this rank holds; one rank of each stage writes histories into a
     directory: has_histories. owner: of the directory, which its leader has claimed.
 
-    The CheckpointError of any rank is raised on all ranks: a directory cannot be written, or several nodes see the same
-    one. TakenOver is raised for the shared directory only.
+    The CheckpointError of any rank is raised on all ranks, for example if a directory cannot be written, or if several
+    nodes see the same one. TakenOver is raised for the shared directory only.
     """
 
     def __init__(

@@ -7,8 +7,8 @@ not run code. The idea: safetensors hold boxes of tensors (boxes.py), and a JSON
     step_00000020/rank_00003.safetensors      boxes of tensors, written by one rank
 
 Safetensors and JSON are data only. Checksums cover every byte and are made from the memory that was to be written. The
-index has each file's, and its own in its first line. CRC-32 sees any flip of up to 32 neighbouring bits, and 1 - 2^-32
-of all other damage. It is no protection against forgery.
+index has each file's, and its own in its first line. CRC-32 detects any flip of up to 32 neighbouring bits, and all but
+2^-32 of other damage. It is no protection against forgery.
 
 index.json: {"format": "minitron-checkpoint", "version": 1, "iteration": 20, "consumed_samples": 320, "config": {...},
     "layout": {"world": 8, "tp": 2, ...}, "state": {small named values},

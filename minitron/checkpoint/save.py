@@ -13,11 +13,11 @@ histories, loss scale, step count) is tiny and copied before it begins. The host
 bytes for each parameter whose state the rank holds (96 GB for 8 billion of them on one GPU). The buffer is pinned if a
 GPU copies into it.
 
-All ranks write, and nothing twice: of a parameter that is replicated over tp or tied between stages only the first copy
-is written. The threads agree (comm/agree.py) apart from the collectives of training. destination.py is how the files of
-all ranks become one checkpoint, interval.py how many steps lie between saves. A failing disk costs a checkpoint and a
-line in the log, not the run. A run whose directory was taken over by another one saves once more, in a folder beside
-it, and ends.
+All ranks write, and no value twice: only the first copy is saved of a parameter that is replicated over tp or tied
+between stages. The threads agree (comm/agree.py) apart from the collectives of training. A failing disk costs a
+checkpoint and a line in the log, not the run. A run whose directory was taken over by another one saves once more, in a
+folder beside it, and ends. destination.py makes one checkpoint of the files of all ranks. interval.py chooses the steps
+between saves.
 """
 
 from __future__ import annotations
@@ -284,10 +284,10 @@ class Checkpointer:
 
 
 def host_memory(rows: int, numel: int, *, pinned: bool) -> Tensor:
-    """Take [rows, numel] float32 of the host, written once so that each page is there. Raises CheckpointError.
+    """Allocate [rows, numel] float32 zeros on the host, so that every page exists. Raises CheckpointError.
 
-    pinned: lock the pages, so that a GPU copies to them by itself. They are registered with CUDA here, because torch's
-    own pinned memory comes in powers of two, up to twice of what is needed. Linux is asked for large pages, and several
+    pinned: lock the pages, so that a GPU copies to them by itself. They are registered with CUDA here, because torch
+    rounds its own pinned memory up to a power of two. Linux is asked for large pages, and several
     threads write: a rank of a large model takes a hundred gigabytes, and a restart waits for it.
     """
     size = 4 * rows * numel
@@ -304,25 +304,25 @@ def host_memory(rows: int, numel: int, *, pinned: bool) -> Tensor:
         pages.madvise(mmap.MADV_HUGEPAGE)
     memory, part = torch.frombuffer(pages, dtype=torch.float32).view(rows, numel), -(-size // THREADS)
     address, begins = memory.data_ptr(), range(0, size, part)
-    with ThreadPoolExecutor(THREADS) as pool:  # not by torch, of which each thread would start a team
+    with ThreadPoolExecutor(THREADS) as pool:  # not by torch: each thread would start a team of threads
         list(pool.map(lambda begin: ctypes.memset(address + begin, 0, min(part, size - begin)), begins))
     if pinned:
         cuda = torch.cuda.cudart()
         if int(cuda.cudaHostRegister(address, size, 0)) != 0:
             raise lacking
-        weakref.finalize(memory, cuda.cudaHostUnregister, address).atexit = False  # the system does it then
+        weakref.finalize(memory, cuda.cudaHostUnregister, address).atexit = False  # at exit the system does it
     return memory
 
 
 def copy_beside(stream: torch.cuda.Stream | None, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
     """Copy (host, device) pairs on `stream`, after what has been queued so far; returns the event of their end.
 
-    Without a stream, on a CPU, they are copied when this returns None. The device's tensors are to live on unchanged
-    until the event.
+    Without a stream, on a CPU, they are copied when this returns None. The device's tensors must stay alive and
+    unchanged until the event.
     """
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # of None: where it is
+    with torch.cuda.stream(stream):  # None: the current stream
         for host, device in pairs:
             host.copy_(device, non_blocking=True)
     return None if stream is None else stream.record_event(torch.cuda.Event(blocking=True, enable_timing=True))
