@@ -46,7 +46,7 @@ from minitron.config.schema import Config, changed
 from minitron.data.build import Datasets
 from minitron.data.loader import Loader
 from minitron.kernels import kernels
-from minitron.pretrain import build_data, make_mesh
+from minitron.pretrain import build_data, make_mesh, open_weights
 from minitron.runtime.log import Log
 from minitron.runtime.signals import Listener
 from minitron.runtime.status import RunError
@@ -193,7 +193,7 @@ def leg(cfg: Config, args: argparse.Namespace) -> dict:
     with cli.user_errors(quiet=local_rank > 0):
         rules.check(cfg, world, capability)
         kernels.choose(cfg, device)
-        start = find_resume_point(cfg)
+        start = find_resume_point(cfg, open_weights)
         data = build_data(cfg, start)
     with Log(cfg, rank, world) as log, cli.user_errors(RunError, quiet=rank > 0):
         run = Run(cfg, args, make_mesh(cfg, world, device, Listener(os.environ)), start, data, log)

@@ -112,14 +112,14 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
         with watched(mesh, log, cfg.train.hang_seconds, listener, signer):
             with cli.user_errors(quiet=rank > 0):  # raised on all ranks alike
                 mesh.activity.begin("load")
-                start = agree(cfg, mesh, first_on_node, open_weights)
+                start = agree(cfg, mesh, open_weights, first_on_node)
                 mesh.activity.begin("datasets")
                 data = open_data(cfg, start, mesh, first_on_node)
             mesh.activity.begin("start")
             trainer = build(cfg, mesh, chosen, log, start.base_fingerprint)
             startup.mark("build")
             mesh.activity.begin("load")
-            start = newest_local_save(cfg, start, data.info, trainer.state, log, first_on_node)
+            start = newest_local_save(cfg, start, data.info, trainer.state, log)
             restore(start, trainer.state, log)
             startup.mark("load")
             mesh.activity.begin("start")

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from minitron.checkpoint.load import ResumePoint
-from minitron.checkpoint.save import Exporter
-from minitron.checkpoint.saves import Saves
+from minitron.checkpoint.save import Checkpointer, Exporter, Saves
 from minitron.checkpoint.state import State
 from minitron.comm.collectives import all_reduce_
 from minitron.comm.mesh import Mesh
@@ -207,7 +206,10 @@ def train(
     loader = Loader(data.train, cfg, mesh)
     replicas = Replicas(trainer.chunks, trainer.gradients, t)
     stragglers = Stragglers(mesh, log, t)
-    saves = Saves(cfg, trainer.state, data.info, log, stop, replicas, start, exporter)
+    checkpointer = None
+    if cfg.checkpoint.dir is not None:
+        checkpointer = Checkpointer(cfg, trainer.state, data.info, log, start.step, start.parent_checkpoint, exporter)
+    saves = Saves(checkpointer, stop, replicas, start)
     memory = lambda: memory_in_use(trainer.shared_bytes, trainer.runner.replaying)
     observers: list[Observer] = []  # the meter gives them the figures of each step
     meter = Meter(log, mesh, memory, saves.stalls, observers)

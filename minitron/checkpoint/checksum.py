@@ -14,38 +14,43 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import TypeVar
 
+T = TypeVar("T")
 P = 0xEDB88320  # without its x^32
 ONE, X = 1 << 31, 1 << 30
 THREADS = 8
 
 
-def crc32(blocks: Iterator[Callable[[], bytes | memoryview]]) -> int:
-    """Return the CRC-32 of all blocks, one after another. blocks: each returns its bytes, in any thread, at any time.
-
-    No more than two blocks a thread are held at a time.
-    """
+def crc32(blocks: Iterable[Callable[[], bytes | memoryview]]) -> int:
+    """Return the CRC-32 of all blocks, one after another. blocks: return their bytes, in any thread, at any time."""
     total = 0
-    with ThreadPoolExecutor(THREADS, "checksum") as pool:
-        waiting: deque[Future[tuple[int, int]]] = deque()
-        for block in blocks:
-            waiting.append(_begin(pool, block))
-            if len(waiting) == 2 * THREADS:
-                total = joined(total, *waiting.popleft().result())
-        for future in waiting:
-            total = joined(total, *future.result())
+    for crc, length in in_order((partial(_sum, block) for block in blocks), THREADS, "checksum"):
+        total = joined(total, crc, length)
     return total
 
 
-def _begin(pool: ThreadPoolExecutor, block: Callable[[], bytes | memoryview]) -> Future[tuple[int, int]]:
+def in_order(calls: Iterable[Callable[[], T]], threads: int, name: str) -> Iterator[T]:
+    """Yield what the calls return, in their order. Threads of this name make them ahead, at most two per thread."""
+    with ThreadPoolExecutor(threads, name) as pool:
+        waiting: deque[Future[T]] = deque()
+        for call in calls:
+            waiting.append(_begin(pool, call))
+            if len(waiting) == 2 * threads:
+                yield waiting.popleft().result()
+        for future in waiting:
+            yield future.result()
+
+
+def _begin(pool: ThreadPoolExecutor, call: Callable[[], T]) -> Future[T]:
     try:
-        return pool.submit(_sum, block)
-    except RuntimeError:  # Python is ending, and no thread begins anything; but a save under way is to become whole
-        future: Future[tuple[int, int]] = Future()
-        future.set_result(_sum(block))
+        return pool.submit(call)
+    except RuntimeError:  # Python ends, and its threads take no more calls; but a save under way must become whole
+        future: Future[T] = Future()
+        future.set_result(call())
         return future
 
 

@@ -1,4 +1,4 @@
-"""Where the ranks of a run save together: one directory that all nodes share, or one on each node's own disk.
+"""Make one checkpoint of the files of many ranks: in a directory that all nodes share, or one on each node's disk.
 
 Problem: a save consists of files of many ranks, and either all of them appear under its name or none. A shared disk is
 slow, too, so saves are rare, and a failure costs the work since the last one. But most failures leave the nodes' own
@@ -34,63 +34,63 @@ from minitron.checkpoint.boxes import TensorShard
 from minitron.checkpoint.directory import ERRORS, STEP_NAME, TakenOver, begin, check_owner, claim, commit, make_writable
 from minitron.checkpoint.format import CheckpointError, describe, disk_errors, index_bytes, index_tensors, write_shard
 from minitron.comm.mesh import Mesh
+from minitron.config.files import errors_as
 
 Records = list[dict[str, Any]]
 
 
 class Destination:
-    """A directory of checkpoints, or one on each node. Its methods are collective over the world.
+    """A directory in which all ranks save together, or one on each node. Its methods are collective over the world.
 
-    owner: of the shared directory, which rank 0 has claimed; None: each node has a directory, which its first rank
-    claims here. keep: as `commit` has it. saved: the step after which the run begins, then the last one that was saved.
-    shards, histories: what this rank holds; one rank of each stage writes histories into a directory: has_histories.
+    The constructor claims the directory. keep: as `commit` has it. saved: the step after which the run begins, then the
+    last one that was saved. shards, histories: what this rank holds; one rank of each stage writes histories into a
+    directory: has_histories. owner: of the directory, which its leader has claimed.
 
-    The CheckpointError of any rank is raised on all ranks: a directory cannot be written, or several nodes see the same
-    one. TakenOver is raised for the shared directory only.
+    The CheckpointError of any rank is raised on all ranks, for example if a directory cannot be written, or if several
+    nodes see the same one. TakenOver is raised for the shared directory only.
     """
 
     def __init__(
         self,
         directory: Path,
-        owner: str | None,
         keep: int,
         mesh: Mesh,
         saved: int,
         shards: Sequence[TensorShard],
         histories: Sequence[TensorShard],
+        per_node: bool = False,
     ):
-        self.directory, self.owner, self.keep, self.saved = directory, owner, keep, saved
-        self.per_node, self.file = owner is None, f"rank_{mesh.rank:05d}.safetensors"
+        self.directory, self.keep, self.saved, self.per_node = directory, keep, saved, per_node
+        self.file, self.owner = f"rank_{mesh.rank:05d}.safetensors", ""
         self.decide = partial(mesh.agreement.decide, errors=ERRORS)
         self.leaders: list[int] = []  # on rank 0: the leader of each rank
-        described = describe(self.file, [*shards, *histories])
-        boxes, of_stage = described[: len(shards)], described[len(shards) :]
-        num_bytes = sum(shard.tensor.nbytes for shard in (*shards, *histories))
-        led_by_0: list[Any] = []  # on rank 0: bytes and descriptions of its directory, which are too large to send
 
-        def own() -> tuple[Any, ...]:
-            return identity(self.directory) if self.per_node else "", mesh.pp.rank, num_bytes, boxes, of_stage
+        def own() -> tuple[Any, int]:
+            return identity(self.directory) if self.per_node else "", mesh.pp.rank
 
-        def group(ranks: list[Any]) -> list[tuple[Any, ...]]:
+        def group(ranks: list[Any]) -> list[tuple[str, bool, bool]]:
             first: dict[str, int] = {}
-            self.leaders = [first.setdefault(str(node), rank) for rank, (node, *_) in enumerate(ranks)]
-            led: dict[int, list[Any]] = {leader: [0, []] for leader in self.leaders}
-            stages, token, answers = set(), secrets.token_hex(4), []
-            for rank, (leader, (_, stage, size, its_boxes, its_histories)) in enumerate(zip(self.leaders, ranks)):
-                alone = (leader, stage) not in stages
+            self.leaders = [first.setdefault(str(node), rank) for rank, (node, _) in enumerate(ranks)]
+            token, stages, answers = secrets.token_hex(4), set(), []
+            for rank, (leader, (_, stage)) in enumerate(zip(self.leaders, ranks)):
+                answers.append((token, leader == rank, (leader, stage) not in stages))
                 stages.add((leader, stage))
-                led[leader][0] += size
-                led[leader][1].append(its_boxes + its_histories * alone)
-                answers.append((token, leader == rank, alone))
-            led_by_0.extend(led.pop(0))
-            return [(*answer, *led.get(rank, (0, []))) for rank, answer in enumerate(answers)]
+            return answers
 
-        self.token, self.leads, self.has_histories, *led = self.decide(own, group, each=True)
-        self.num_bytes, descriptions = led_by_0 or led
-        self.tensors = index_tensors(descriptions)
-        if self.per_node:
-            self._on_leaders(lambda _: self._claim())
-            self._on_leaders(lambda _: self._check_alone())
+        self.token, self.leads, self.has_histories = self.decide(own, group, each=True)
+        written = [*shards, *histories] if self.has_histories else shards
+        num_bytes = sum(shard.tensor.nbytes for shard in written)
+        owner_of_first = self._on_leaders(self._prepare, lambda: (num_bytes, describe(self.file, written)))
+        self.owner = self.owner or owner_of_first
+        if per_node:
+            self._on_leaders(self._check_alone)
+
+    def _prepare(self, ranks: list[Any]) -> str:
+        """Claim the directory for saves of these (bytes, description) of this leader's ranks. Return its owner."""
+        self.num_bytes = sum(num_bytes for num_bytes, _ in ranks)
+        self.tensors = index_tensors(described for _, described in ranks)
+        self.owner = claim(self.directory)
+        return self.owner
 
     def write(self, about: dict[str, Any], shards: Sequence[TensorShard]) -> str:
         """Write a save and commit it; return the checksum of rank 0's index. Raises CheckpointError and TakenOver."""
@@ -133,17 +133,12 @@ class Destination:
             answers[leader].append(record)
         return answers
 
-    def _claim(self) -> None:
-        self.owner = claim(self.directory)
-
-    def _check_alone(self) -> None:
+    def _check_alone(self, _: Records) -> None:
         """Raise CheckpointError if the leader of another node has claimed this directory."""
-        try:
+        fix = "name a folder on each node's own disk, or drop it"
+        line = lambda _: f"checkpoint.local_dir={self.directory} is one directory that several nodes see; {fix}"
+        with errors_as(CheckpointError, line, TakenOver):
             check_owner(self.directory, self.owner)
-        except TakenOver:
-            why = "is one directory that several nodes see"
-            fix = "name a folder on each node's own disk, or drop it"
-            raise CheckpointError(f"checkpoint.local_dir={self.directory} {why}; {fix}") from None
 
 
 def identity(directory: Path) -> tuple[str, int, int]:

@@ -7,8 +7,8 @@ not run code. The idea: safetensors hold boxes of tensors (boxes.py), and a JSON
     step_00000020/rank_00003.safetensors      boxes of tensors, written by one rank
 
 Safetensors and JSON are data only. Checksums cover every byte and are made from the memory that was to be written. The
-index has each file's, and its own in its first line. CRC-32 sees any flip of up to 32 neighbouring bits, and 1 - 2^-32
-of all other damage. It is no protection against forgery.
+index has each file's, and its own in its first line. CRC-32 detects any flip of up to 32 neighbouring bits, and all but
+2^-32 of other damage. It is no protection against forgery.
 
 index.json: {"format": "minitron-checkpoint", "version": 1, "iteration": 20, "consumed_samples": 320, "config": {...},
     "layout": {"world": 8, "tp": 2, ...}, "state": {small named values},
@@ -39,7 +39,7 @@ from torch import Tensor
 
 from minitron.checkpoint.boxes import TensorShard
 from minitron.checkpoint.checksum import crc32
-from minitron.config.files import errors_as, parse_json, read_bytes, size_of
+from minitron.config.files import errors_as, parse_json, read_bytes
 from minitron.kernels.gemm import DTYPES
 from minitron.runtime.status import RunError
 
@@ -49,8 +49,7 @@ STORED = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}  #
 INDEX, INDEX_BEGIN = "index.json", b'{"checksum": "'
 INDEX_BYTES = 2 << 30
 BLOCK_BYTES = 16 << 20  # written, or read, and summed at a time
-# Of a box in the index: its tensor, the whole tensor's shape, kind, dtype, and JSON that says where the box is.
-Description = tuple[str, Sequence[int], str, str, str]
+Description = tuple[str, Sequence[int], str, str, dict[str, Any]]  # see `describe`
 
 
 class CheckpointError(RunError):
@@ -62,35 +61,25 @@ def disk_errors(path: Path) -> AbstractContextManager[None]:
     return errors_as(CheckpointError, lambda e: f"{e.filename or path}: {(e.strerror or str(e)).lower()}", OSError)
 
 
-def file_size(path: Path) -> int:
-    """Return the bytes of a regular file: a device or a pipe might never end. Raises CheckpointError."""
-    with disk_errors(path):
-        return size_of(path)
-
-
 # ---- the index -------------------------------------------------------------------------------------------------------
 
 
 def describe(file: str, shards: Sequence[TensorShard]) -> list[Description]:
-    """Describe the boxes that `write_shard` writes to a file of this name, for the index."""
-    described: list[Description] = []
-    for n, x in enumerate(shards):
-        place = {"file": file, "key": _key(n, x), "start": x.start, "shape": x.tensor.shape}
-        described.append((x.name, x.global_shape, x.kind, NAMES[x.tensor.dtype], json.dumps(place)))
-    return described
+    """Describe the boxes that `write_shard` writes to a file of this name, for the index.
+
+    Returns the name and the whole shape of each box's tensor, its kind and dtype, and the box as the index has it.
+    """
+    boxes = ({"file": file, "key": _key(n, x), "start": x.start, "shape": x.tensor.shape} for n, x in enumerate(shards))
+    return [(x.name, x.global_shape, x.kind, NAMES[x.tensor.dtype], box) for x, box in zip(shards, boxes)]
 
 
 def index_tensors(files: Iterable[Iterable[Description]]) -> bytes:
     """Join the descriptions of all files to the index's "tensors". They depend on the layout alone, not on the step."""
-    tensors: dict[str, tuple[Sequence[int], dict[str, tuple[str, list[str]]]]] = {}
-    for name, global_shape, kind, dtype, place in chain.from_iterable(files):
-        kinds = tensors.setdefault(name, (global_shape, {}))[1]
-        kinds.setdefault(kind, (dtype, []))[1].append(place)
-    texts = []
-    for name, (global_shape, kinds) in tensors.items():
-        parts = (f'"{k}": {{"dtype": "{dtype}", "boxes": [{", ".join(x)}]}}' for k, (dtype, x) in kinds.items())
-        texts.append(f'{json.dumps(name)}: {{"shape": {json.dumps(global_shape)}, "kinds": {{{", ".join(parts)}}}}}')
-    return f"{{{', '.join(texts)}}}".encode()
+    tensors: dict[str, dict[str, Any]] = {}
+    for name, shape, kind, dtype, box in chain.from_iterable(files):
+        kinds = tensors.setdefault(name, {"shape": shape, "kinds": {}})["kinds"]
+        kinds.setdefault(kind, {"dtype": dtype, "boxes": []})["boxes"].append(box)
+    return json.dumps(tensors).encode()
 
 
 def index_bytes(about: dict[str, Any], files: dict[str, Any]) -> bytes:

@@ -19,9 +19,9 @@ some percent of the least, and measurements are not more exact.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from statistics import median
-from typing import NamedTuple
+from typing import Any
 
 from minitron.config.save_interval import best_interval, duration
 from minitron.runtime.log_formats import Iteration
@@ -31,14 +31,6 @@ RECENT_STEPS, RECENT_SAVES = 20, 8  # of which medians are taken
 KEPT = 1.25  # an interval is kept unless the best one is longer or shorter by more than this factor
 
 
-class Costs(NamedTuple):
-    """Medians of seconds, None if nothing was measured: of a step, of training lost to a save, of a whole save."""
-
-    step: float | None
-    stall_seconds: float | None
-    save: float | None
-
-
 class SaveInterval:
     """The steps after which one kind of save is due. every: steps, or "auto". done: steps before this start."""
 
@@ -46,7 +38,7 @@ class SaveInterval:
         self.auto = every == "auto"
         self.steps = FIRST_STEPS if isinstance(every, str) else every or 0
         self.mtbf = 3600.0 * (mtbf_hours or 0.0)
-        self.last, self.agreed, self.running = done, False, False
+        self.last, self.measured, self.running = done, False, False
         self.during_save: list[float] = []  # seconds of the steps during the last save
         self.step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)  # of steps during no save
         self.stall_seconds: deque[float] = deque(maxlen=RECENT_SAVES)
@@ -85,23 +77,28 @@ class SaveInterval:
             self.stall_seconds.append(max(0.0, first - typical) + more)
         self.during_save = []
 
-    def costs(self) -> Costs:
-        """Return this rank's measurements."""
-        return Costs(*(median(x) if x else None for x in (self.step_seconds, self.stall_seconds, self.save_seconds)))
+    def choose(self, decide: Callable[..., Any]) -> str:
+        """Choose the steps between saves if they are measured; return why, or "" if they stay. Collective.
 
-    def best(self, of_ranks: Iterable[Costs]) -> tuple[int, str]:
-        """Choose the steps between saves by the measurements of all ranks; also return why, or "" if it stays."""
+        decide: `Agreement.decide`, of the measurements of all ranks.
+        """
+        if not self.auto:
+            return ""
+        self.steps, why = decide(self._medians, self._best)
+        self.measured = self.measured or bool(why)
+        return why
+
+    def _medians(self) -> list[float | None]:
+        """Return seconds on this rank: of a step, of training lost to a save, of a whole save; None if not measured."""
+        return [median(x) if x else None for x in (self.step_seconds, self.stall_seconds, self.save_seconds)]
+
+    def _best(self, of_ranks: Iterable[list[float | None]]) -> tuple[int, str]:
+        """Return the steps between saves by the measurements of all ranks, and why, or "" if they stay."""
         step, stall, save = (max((x for x in kind if x is not None), default=None) for kind in zip(*of_ranks))
         if not step or stall is None or save is None:
             return self.steps, ""
         steps = max(1, round(best_interval(stall, save, self.mtbf) / step))
-        if self.agreed and self.steps / KEPT <= steps <= self.steps * KEPT:
+        if self.measured and self.steps / KEPT <= steps <= self.steps * KEPT:
             return self.steps, ""
         why = f"a save costs {stall:.3g} s and takes {save:.3g} s, and the job fails every {duration(self.mtbf)}"
         return steps, f"every {steps} steps ({duration(steps * step)}), since {why}"
-
-    def agree(self, chosen: tuple[int, str]) -> str:
-        """Set the interval that was chosen for all ranks; return the reason if it changes."""
-        self.steps, why = chosen
-        self.agreed = self.agreed or bool(why)
-        return why

@@ -17,9 +17,7 @@ resumed, so the same command may be started again.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -30,9 +28,9 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from minitron.checkpoint.boxes import Box, TensorShard, row_blocks, to_global, whole_shape
+from minitron.checkpoint.checksum import in_order
 from minitron.checkpoint.directory import STEP_NAME, checkpoints, foreign_folder, make_writable, newest
 from minitron.checkpoint.format import BLOCK_BYTES, CheckpointError
 from minitron.checkpoint.reader import Reader
@@ -40,16 +38,17 @@ from minitron.checkpoint.state import State, tensor_shards
 from minitron.checkpoint.weights import Weights, base_of, best_kind, check_base, config_of, fingerprint
 from minitron.comm.activity import listed
 from minitron.comm.mesh import Mesh
+from minitron.config.files import errors_as
 from minitron.config.schema import Config
 from minitron.kernels.param import params_of
 from minitron.runtime.log import Log
 
-# Keys of `model` that any checkpoint must agree in, and those that only a resumed run must agree in.
+# Keys of `model` that must equal those of any checkpoint, and those that must equal those of a resumed run only.
 STRUCTURE = ("family", "num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads", "tie_embeddings")
 MEANING = ("vocab_size", "positions", "rope_theta", "rope_scaling", "norm_eps")
 READERS = 4  # threads that read ahead
 PROGRESS_SECONDS = 60.0
-SHOWN = 4  # tensors that an error names
+SHOWN = 4  # differences that an error names
 SAME_CLASS = "start it with the class that made it, and its keys of `model`"
 
 
@@ -72,25 +71,20 @@ class ResumePoint(NamedTuple):
     parent_checkpoint: tuple[int, str] | None = None
     local: bool = False
 
-
-def open_checkpoint(path: str, vocab_multiple: int, key: str) -> Weights:
-    """Open a whole model that minitron has saved. Raises CheckpointError. The parameters: see OpenWeights."""
-    reader = Reader(path)
-    if reader.config.get("finetune", {}).get("kind") == "lora":
-        raise CheckpointError(f"{key}{path} holds an adapter; name the folder of a whole model")
-    return reader
+    def resuming(self, reader: Reader, **fields: Any) -> ResumePoint:
+        """Return this point with all of the state of a checkpoint, and with these fields."""
+        fields |= {"data": reader.state.get("data", {}), "consumed_samples": reader.consumed_samples}
+        return self._replace(reader=reader, resume=True, step=reader.iteration, **fields)
 
 
-# open_weights(path, vocab_multiple, key): how a vocabulary is padded, and the key that named the folder, for errors.
+# Opens a model: the folder, how a vocabulary is padded, and the key that named the folder, for errors.
 OpenWeights = Callable[[str, int, str], Weights]
 
 
 # ---- where a run starts ----------------------------------------------------------------------------------------------
 
 
-def agree(
-    cfg: Config, mesh: Mesh, first_on_node: bool = True, open_weights: OpenWeights = open_checkpoint
-) -> ResumePoint:
+def agree(cfg: Config, mesh: Mesh, open_weights: OpenWeights, first_on_node: bool = True) -> ResumePoint:
     """Run `find_resume_point` on rank 0, and open what it found on all ranks. Collective over the world.
 
     Only rank 0 reads the index of a checkpoint. Every rank opens a Hugging Face folder and merged weights. The first
@@ -133,28 +127,27 @@ def _check_shared(cfg: Config, start: ResumePoint) -> None:
             raise CheckpointError(f"checkpoint.dir={c.dir} {why}; it must be one directory that all nodes share")
 
 
-def find_resume_point(cfg: Config, open_weights: OpenWeights = open_checkpoint) -> ResumePoint:
+def find_resume_point(cfg: Config, open_weights: OpenWeights) -> ResumePoint:
     """Find where a run of this configuration starts, and check the index of that checkpoint, on this rank alone.
 
     Raises CheckpointError, also if checkpoint.dir cannot be written.
     """
-    c, base, base_fingerprint = cfg.checkpoint, None, None
+    c, start = cfg.checkpoint, ResumePoint()
     if cfg.finetune.kind == "lora":
         base = open_base(cfg, open_weights)
-        base_fingerprint = fingerprint(base)
+        start = ResumePoint(base_weights=base, base_fingerprint=fingerprint(base))
     reader = None if c.dir is None else _newest_checkpoint(cfg, Path(c.dir).expanduser())
     if reader is not None:
         _check_run(reader, cfg)
         if not {"data", "optimizer_steps"} <= reader.state.keys():
             fix = f"start from it with checkpoint.load={reader.path} and another checkpoint.dir"
             raise CheckpointError(f"{reader.path} holds weights only; {fix}")
-        if base is not None:
-            check_base(reader, base, base_fingerprint)
-        start = _resumed(reader)._replace(parent_checkpoint=(reader.iteration, reader.index_checksum))
-        return start._replace(base_weights=base, base_fingerprint=base_fingerprint)
-    if base is not None:
-        return ResumePoint(base_weights=base, base_fingerprint=base_fingerprint)
-    return ResumePoint(None if cfg.finetune.kind is None and c.load is None else open_base(cfg, open_weights))
+        if start.base_weights is not None:
+            check_base(reader, start.base_weights, start.base_fingerprint)
+        return start.resuming(reader, parent_checkpoint=(reader.iteration, reader.index_checksum))
+    if start.base_weights is None and (cfg.finetune.kind is not None or c.load is not None):
+        return ResumePoint(open_base(cfg, open_weights))
+    return start
 
 
 def _newest_checkpoint(cfg: Config, directory: Path) -> Reader | None:
@@ -163,41 +156,35 @@ def _newest_checkpoint(cfg: Config, directory: Path) -> Reader | None:
     Raises CheckpointError for a damaged checkpoint, and if this run could not save in the directory.
     """
     c, reader = cfg.checkpoint, None
-    try:
+    unwritable = lambda e: f"checkpoint.dir={c.dir} cannot be written: {e}; name another directory, or null for none"
+    with errors_as(CheckpointError, unwritable, CheckpointError):
         make_writable(directory)
-    except CheckpointError as error:
-        why = f"checkpoint.dir={c.dir} cannot be written: {error}"
-        raise CheckpointError(f"{why}; name another directory, or null for none") from error
-    try:
-        if c.resume:
-            folder = newest(directory) if c.resume_step is None else checkpoint_of_step(directory, c.resume_step)
-            reader = None if folder is None else Reader(folder)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}; {suggest_other_checkpoint(directory)}") from error
+    if c.resume:
+        damaged = lambda e: f"{e}; {suggest_other_checkpoint(directory)}"
+        with errors_as(CheckpointError, damaged, CheckpointError):
+            reader = _open_newest(directory, c.resume_step)
     if foreign := foreign_folder(directory, 0 if reader is None else reader.iteration, cfg.train.steps):
         why = "is in the way of a save of this run: it holds files that no save wrote"
         raise CheckpointError(f"{foreign} {why}; move it away, or use another checkpoint.dir")
     return reader
 
 
-def checkpoint_of_step(directory: Path, step: int) -> Path:
-    """Return the newest checkpoint if it descends from that of `step`, else the one of `step`.
+def _open_newest(directory: Path, resume_step: int | None) -> Reader | None:
+    """Open the newest checkpoint. With resume_step, open that of this step, unless the newest one descends from it.
 
-    Raises CheckpointError if the newest one is damaged and others descend from `step`: going back to `step` again would
-    lose them. Without such others a damaged newest one may be why the user goes back.
+    Returns None if there is no checkpoint. Raises CheckpointError, also if the newest one is damaged and others descend
+    from that of resume_step: going back to it again would lose them. Without such others a damaged newest one may be
+    why the user goes back.
     """
-
-    def descends(reader: Reader) -> bool:
-        return reader.config.get("checkpoint", {}).get("resume_step") == step
-
     try:
         folder = newest(directory)
-        if folder is not None and descends(Reader(folder)):
-            return folder
+        reader = None if folder is None else Reader(folder)
+        if resume_step is None or (reader is not None and reader.resume_step == resume_step):
+            return reader
     except CheckpointError:
-        if any(map(descends, readable_checkpoints(directory))):
+        if resume_step is None or any(x.resume_step == resume_step for x in readable_checkpoints(directory)):
             raise
-    return directory / STEP_NAME(step)
+    return Reader(directory / STEP_NAME(resume_step))
 
 
 def readable_checkpoints(directory: Path) -> Iterator[Reader]:
@@ -216,13 +203,11 @@ def suggest_other_checkpoint(directory: Path, bad: Reader | None = None) -> str:
     return f"checkpoint.resume_step={best.iteration} goes back to {best.path.name}"
 
 
-def newest_local_save(
-    cfg: Config, start: ResumePoint, info: dict[str, Any], state: State, log: Log, first_on_node: bool = True
-) -> ResumePoint:
+def newest_local_save(cfg: Config, start: ResumePoint, info: dict[str, Any], state: State, log: Log) -> ResumePoint:
     """Return the newest local save after `start` that is whole; `start` if there is none. Collective over the world.
 
     info: this run's `Datasets.info`. The log names newer local saves that cannot be used. Each rank reads the indices
-    of its node, and the first rank of the node reports them.
+    of its node.
     """
     if cfg.checkpoint.local_dir is None or start.parent_checkpoint is None:
         return start
@@ -230,43 +215,40 @@ def newest_local_save(
     decide = partial(mesh.agreement.decide, errors=(CheckpointError,))
     found: dict[int, Reader] = {}
 
-    def look() -> tuple[list[tuple[int, str]], list[str]] | None:
+    def look() -> tuple[list[tuple[int, str]], list[str]]:
         problems = []
         for step, folder in checkpoints(directory).items():
             try:
                 if step > start.step and _descends(reader := Reader(folder), start, cfg):
                     _check_run(reader, cfg)
-                    check_data(_resumed(reader), info)
+                    check_data(start.resuming(reader), info)
                     found[step] = reader
             except CheckpointError as error:
                 problems.append(str(error))
         saves = [(step, reader.state.get("local_save", reader.index_checksum)) for step, reader in found.items()]
-        return (saves, problems) if first_on_node else None
+        return saves, problems
 
     def compare(ranks: list[Any]) -> tuple[list[int], list[str]]:
-        nodes = {rank: dict(seen[0]) for rank, seen in enumerate(ranks) if seen is not None}
-        everywhere, problems = [], [problem for seen in ranks if seen is not None for problem in seen[1]]
-        for step in sorted({step for saves in nodes.values() for step in saves}, reverse=True):
-            lacking = [rank for rank, saves in nodes.items() if saves.get(step) != nodes[0].get(step, "")]
+        saves = [dict(seen) for seen, _ in ranks]
+        everywhere, problems = [], [problem for _, theirs in ranks for problem in theirs]
+        for step in sorted(set().union(*saves), reverse=True):
+            lacking = [rank for rank, seen in enumerate(saves) if seen.get(step) != saves[0].get(step, "")]
             if not lacking:
                 everywhere.append(step)
             else:
                 problems.append(f"{directory / STEP_NAME(step)} is not the same on all nodes: see {listed(lacking)}")
         return everywhere, sorted(set(problems))
 
+    def check(save: ResumePoint) -> None:
+        reader = found[save.step]
+        reader.verify(reader.files_of(_wanted(save, state)))
+
     steps, problems = decide(look, compare)
     for step in steps:
-
-        def check(step: int = step) -> None:
-            reader = found[step]
-            reader.verify(_files(reader, list(_wanted(_resumed(reader), state))))
-
+        save = start.resuming(found[step], local=True)
         try:
-            decide(check, lambda _: None)
-            save = _resumed(found[step])
-            start = start._replace(
-                reader=save.reader, step=save.step, consumed_samples=save.consumed_samples, data=save.data, local=True
-            )
+            decide(partial(check, save), lambda _: None)
+            start = save
             break
         except CheckpointError as error:
             problems.append(str(error))
@@ -277,12 +259,8 @@ def newest_local_save(
 
 def _descends(reader: Reader, start: ResumePoint, cfg: Config) -> bool:
     """Tell whether a local save follows the checkpoint of `start`, and was made after the run last went back to it."""
-    went_back = reader.config.get("checkpoint", {}).get("resume_step")
-    return reader.state.get("root") == list(start.parent_checkpoint or ()) and went_back == cfg.checkpoint.resume_step
-
-
-def _resumed(reader: Reader) -> ResumePoint:
-    return ResumePoint(reader, True, reader.iteration, reader.consumed_samples, reader.state.get("data", {}))
+    parent = list(start.parent_checkpoint or ())
+    return reader.state.get("root") == parent and reader.resume_step == cfg.checkpoint.resume_step
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
@@ -306,51 +284,48 @@ def open_base(cfg: Config, open_weights: OpenWeights) -> Weights:
 
 def check_data(start: ResumePoint, info: Mapping[str, Any]) -> None:
     """Raise CheckpointError unless samples and their order are the saved run's. info: this run's `Datasets.info`."""
-    for name, saved in start.data.items():
-        if start.reader is not None and name not in ("valid", "valid_samples") and saved != info.get(name):
-            path, now = start.reader.path, info.get(name)
-            fix = f"begin a run of its own from the weights with checkpoint.load={path} and another checkpoint.dir"
-            why = f"was saved with other data: {name} was {saved!r} and is {now!r}"
-            raise CheckpointError(f"{path}/index.json {why}; restore it, or {fix}")
-
-
-def _check_keys(reader: Weights, what: str, saved: Mapping[str, Any], ours: Mapping[str, Any], other: str) -> None:
-    """Raise CheckpointError unless all of our keys were the same in the saved configuration."""
-    for key, now in ours.items():
-        if saved.get(key) != now:
-            why = f"is of another {what}: {key} was {saved.get(key)} and is {now}"
-            raise CheckpointError(f"{reader.index} {why}; set it to that, or use another {other}")
-
-
-def _trained(cfg: Config) -> dict[str, Any]:
-    """Return the keys that say which parameters are trained."""
-    keys: dict[str, Any] = {"finetune.kind": cfg.finetune.kind}
-    lora = cfg.lora
-    if cfg.finetune.kind == "lora":
-        keys |= {"lora.rank": lora.rank, "lora.alpha": lora.alpha, "lora.targets": sorted(lora.targets)}
-    return keys
+    saved = {name: value for name, value in start.data.items() if name not in ("valid", "valid_samples")}
+    if start.reader is not None:
+        ours, another_run = {name: info.get(name) for name in saved}, f"checkpoint.load={start.reader.path}"
+        fix = f"restore it, or start another run from the weights with {another_run} and another checkpoint.dir"
+        _require_equal(start.reader, "was saved with other data", saved, ours, fix)
 
 
 def _check_run(reader: Reader, cfg: Config) -> None:
     """Raise CheckpointError unless the saved run had this model, and trained the same of it."""
     _check_model(reader, cfg, STRUCTURE + MEANING)
-    _check_keys(reader, "run", _trained(config_of(reader)), _trained(cfg), "checkpoint.dir")
+    saved, ours = map(_trained, (config_of(reader), cfg))
+    _require_equal(reader, "is of another run", saved, ours, "use its values, or another checkpoint.dir")
+
+
+def _trained(cfg: Config) -> dict[str, Any]:
+    """Return the keys that determine which parameters are trained."""
+    keys: dict[str, Any] = {"finetune.kind": cfg.finetune.kind}
+    if cfg.finetune.kind == "lora":
+        lora = cfg.lora
+        keys |= {"lora.rank": lora.rank, "lora.alpha": lora.alpha, "lora.targets": sorted(lora.targets)}
+    return keys
 
 
 def _check_model(reader: Weights, cfg: Config, names: tuple[str, ...]) -> None:
     """Raise CheckpointError unless the saved configuration of the model agrees in these keys."""
     models = (asdict(c.model) | {"num_kv_heads": c.model.kv_heads} for c in (config_of(reader), cfg))
     saved, ours = ({f"model.{name}": model[name] for name in names} for model in models)
-    _check_keys(reader, "model", saved, ours, "checkpoint")
+    _require_equal(reader, "is of another model", saved, ours, "use its values, or another checkpoint")
 
 
 def check_tensors(reader: Weights, ours: dict[str, list[int]], fix: str = SAME_CLASS) -> None:
     """Raise CheckpointError, with this fix, unless `reader` has exactly these tensors, of these global shapes."""
-    there = {name: list(reader.shape(name)) for name in reader.names() if best_kind(reader, name)}
-    if differ := sorted(name for name in there | ours if there.get(name) != ours.get(name)):
-        shapes = [f"{name} has shape {there.get(name)} there and {ours.get(name)} here" for name in differ[:SHOWN]]
+    saved = {name: list(reader.shape(name)) for name in reader.names() if best_kind(reader, name)}
+    _require_equal(reader, "is of another model", saved, ours, fix)
+
+
+def _require_equal(reader: Weights, what: str, saved: Mapping[str, Any], ours: Mapping[str, Any], fix: str) -> None:
+    """Raise CheckpointError, with this fix, unless names and values of a checkpoint are those of this run."""
+    pairs = {name: (saved.get(name, "missing"), ours.get(name, "missing")) for name in sorted({**saved, **ours})}
+    if differ := [f"{name} was {old} and is {new}" for name, (old, new) in pairs.items() if old != new]:
         more = f" and {len(differ) - SHOWN} more" * (len(differ) > SHOWN)
-        raise CheckpointError(f"{reader.index} is of another model: {', '.join(shapes)}{more}; {fix}")
+        raise CheckpointError(f"{reader.index} {what}: {', '.join(differ[:SHOWN])}{more}; {fix}")
 
 
 # ---- from a checkpoint to a trainer ----------------------------------------------------------------------------------
@@ -395,28 +370,18 @@ def _fill(
     """Verify the files that hold the shards, and this rank's part of the other files; then read every shard."""
     progress = _Progress(log, sum(shard.tensor.nbytes for shard in wanted))
     if isinstance(reader, Reader) and not verified:
-        files = sorted({*_files(reader, wanted), *list(reader.files)[mesh.rank :: mesh.world.size]})
+        files = sorted({*reader.files_of(wanted), *list(reader.files)[mesh.rank :: mesh.world.size]})
         progress.total += sum(reader.files[file]["bytes"] for file in files)
         for file in files:
             reader.verify([file])
             progress.add(reader.files[file]["bytes"])
     elif not verified:
         reader.verify()
-    with ThreadPoolExecutor(READERS, "reader") as pool:  # threads read ahead while this one copies
-        waiting: deque[tuple[Tensor, Future[Tensor]]] = deque()
-        for shard in chain.from_iterable(map(_blocks, wanted)):
-            waiting.append((shard.tensor, pool.submit(reader.read, shard.name, shard.kind, *shard.box)))
-            if len(waiting) == 2 * READERS:
-                tensor, read = waiting.popleft()
-                tensor.copy_(read.result())
-                progress.add(tensor.nbytes)
-        for tensor, read in waiting:
-            tensor.copy_(read.result())
-
-
-def _files(reader: Reader, wanted: list[TensorShard]) -> list[str]:
-    """List the files that hold the shards."""
-    return sorted({file for shard in wanted for file in reader.files_of(shard.name, shard.kind, shard.box)})
+    blocks = list(chain.from_iterable(map(_blocks, wanted)))
+    reads = (partial(reader.read, block.name, block.kind, *block.box) for block in blocks)
+    for block, values in zip(blocks, in_order(reads, READERS, "reader")):
+        block.tensor.copy_(values)
+        progress.add(block.tensor.nbytes)
 
 
 def _blocks(shard: TensorShard) -> Iterator[TensorShard]:

@@ -8,7 +8,6 @@ that is read is checked. A file is mapped only while it is read.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import threading
@@ -23,11 +22,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from minitron.checkpoint.boxes import Box, covers
+from minitron.checkpoint.boxes import Box, TensorShard, covers
 from minitron.checkpoint.checksum import crc32
 from minitron.checkpoint.directory import STEP, newest
-from minitron.checkpoint.format import BLOCK_BYTES, INDEX, STORED, CheckpointError, disk_errors, file_size, read_index
-from minitron.config.files import errors_as
+from minitron.checkpoint.format import BLOCK_BYTES, INDEX, STORED, CheckpointError, disk_errors, read_index
+from minitron.config.files import errors_as, size_of
 from minitron.kernels.gemm import DTYPES
 
 SHARD_NAME = re.compile(r"[\w.-]+\.safetensors")
@@ -40,7 +39,7 @@ class Reader:
 
     facts: of a Reader of this checkpoint on another rank; the index is then neither opened nor checked again.
     Attributes: path, index, iteration, consumed_samples, config, layout, state and files as in the index;
-    index_checksum. `verify` checks the files. Raises CheckpointError.
+    index_checksum; resume_step, to which the saved run went back. `verify` checks the files. Raises CheckpointError.
     """
 
     note = ""
@@ -56,6 +55,7 @@ class Reader:
             self.config, self.layout, self.state = (_mapping(index, part) for part in ("config", "layout", "state"))
             self.files, self._tensors = _mapping(index, "files"), _mapping(index, "tensors")
             self.index_checksum = index["checksum"]
+            self.resume_step = self.config.get("checkpoint", {}).get("resume_step")
             self._index = index | {"path": str(self.path)}
             if facts is None:
                 self._check_head()
@@ -95,19 +95,18 @@ class Reader:
     def verify(self, files: Iterable[str] | None = None) -> None:
         """Check size and checksum of these files, by default all. Raises CheckpointError naming the first bad one."""
         for name in self.files if files is None else files:
-            path, saved = self.path / name, self.files[name]
-            size, buffers = file_size(path), threading.local()
-            if size != saved["bytes"]:
-                raise CheckpointError(f"{path} is damaged: {size} bytes instead of {saved['bytes']}")
-            blocks = (partial(_block, path, begin, buffers) for begin in range(0, size, BLOCK_BYTES))
+            path, saved, buffers = self.path / name, self.files[name], threading.local()
             with disk_errors(path):
+                if (size := size_of(path)) != saved["bytes"]:
+                    raise CheckpointError(f"{path} is damaged: {size} bytes instead of {saved['bytes']}")
+                blocks = (partial(_block, path, begin, buffers) for begin in range(0, size, BLOCK_BYTES))
                 checksum = f"{crc32(blocks):08x}"
             if checksum != saved["checksum"]:
                 raise CheckpointError(f"{path} is damaged: its checksum is {checksum} instead of {saved['checksum']}")
 
-    def files_of(self, name: str, kind: str, box: Box) -> set[str]:
-        """Return the files that hold elements of a box. Raises CheckpointError unless they hold each element once."""
-        return {file for file, *_ in self._overlaps(name, kind, box)}
+    def files_of(self, shards: Iterable[TensorShard]) -> list[str]:
+        """List the files that hold these boxes. Raises CheckpointError unless they hold each element once."""
+        return sorted({file for x in shards for file, *_ in self._overlaps(x.name, x.kind, x.box)})
 
     def facts(self) -> dict[str, Any]:
         """Return the index for a Reader on another rank, which parses the text of a tensor when it first needs it."""
@@ -119,10 +118,10 @@ class Reader:
 
     def _read_boxes(self, path: Path, found: list[tuple[str, Box, Box]], wanted: Box, result: Tensor) -> None:
         """Copy what `wanted` has in common with each (key, box) of a file."""
-        file_size(path)
         # safetensors maps a file by torch, which raises RuntimeError, for example if the file was just deleted.
         kinds = SafetensorError, OSError, RuntimeError
         with errors_as(CheckpointError, lambda error: f"{path} cannot be read: {error}", *kinds):
+            size_of(path)  # refuses a pipe or a device, which might never end
             with safe_open(path, framework="pt") as opened:
                 for key, stored, common in found:
                     part = opened.get_slice(key)
@@ -165,12 +164,12 @@ class Reader:
         rerun = _mapping({"rerun": {}} | self.state, "rerun", "state.")
         _counts(rerun.get("in_a_row", 0))
         for values in _mapping({"history": {}} | rerun, "history", "state.rerun.").values():
-            if not all(isinstance(value, float) and math.isfinite(value) for value in values):
-                raise ValueError("state.rerun.history holds what is no finite number")
+            if not all(isinstance(value, float) for value in values):  # `read_index` refuses NaN and infinity
+                raise ValueError("state.rerun.history holds what is no number")
         for name, least in COUNTERS.items():
             if not least <= self.state.get(name, 0) < 1 << 31:
                 raise ValueError(f"{name}={self.state[name]} is no counter")
-        if not 1 <= (scale := self.state.get("loss_scale", 1)) < math.inf:
+        if not 1 <= (scale := self.state.get("loss_scale", 1)) < 2.0**128:
             raise ValueError(f"loss_scale={scale} is no loss scale")
         for file, record in self.files.items():
             _counts(record["bytes"])

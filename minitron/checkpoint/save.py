@@ -1,4 +1,4 @@
-"""Save a run while it trains.
+"""Save a run while it trains: `Saves` decides when, `Checkpointer` copies and writes the state.
 
 Problem: writing the state of a large model takes longer than many steps. The idea: copy it to host memory while the
 next step runs, and let a thread write the copy. state.py lists what the state consists of.
@@ -13,10 +13,11 @@ histories, loss scale, step count) is tiny and copied before it begins. The host
 bytes for each parameter whose state the rank holds (96 GB for 8 billion of them on one GPU). The buffer is pinned if a
 GPU copies into it.
 
-All ranks write, and nothing twice: of a parameter that is replicated over tp or tied between stages only the first copy
-is written. The threads agree (comm/agree.py) apart from the collectives of training; destination.py has the protocol. A
-failing disk costs a checkpoint and a line in the log, not the run. A run whose directory was taken over by another one
-saves once more, in a folder beside it, and ends. interval.py decides when a save is due.
+All ranks write, and no value twice: only the first copy is saved of a parameter that is replicated over tp or tied
+between stages. The threads agree (comm/agree.py) apart from the collectives of training. A failing disk costs a
+checkpoint and a line in the log, not the run. A run whose directory was taken over by another one saves once more, in a
+folder beside it, and ends. destination.py makes one checkpoint of the files of all ranks. interval.py chooses the steps
+between saves.
 """
 
 from __future__ import annotations
@@ -39,14 +40,18 @@ from torch import Tensor
 from minitron.checkpoint.boxes import TensorShard
 from minitron.checkpoint.checksum import THREADS
 from minitron.checkpoint.destination import Destination
-from minitron.checkpoint.directory import ERRORS, STEP_NAME, TakenOver, claim
+from minitron.checkpoint.directory import ERRORS, STEP_NAME, TakenOver
 from minitron.checkpoint.format import CheckpointError
 from minitron.checkpoint.interval import SaveInterval
+from minitron.checkpoint.load import ResumePoint
 from minitron.checkpoint.state import State, tensor_shards
 from minitron.comm.handle import DeviceTime, Handle
 from minitron.config.schema import Config
+from minitron.optim.replicas import Replicas
 from minitron.runtime.log import Log
 from minitron.runtime.log_formats import Iteration
+from minitron.runtime.observer import Observer, StepDone
+from minitron.runtime.stop import Stop
 
 LOCAL_KEEP = 2  # the newest local save may be missing on a node that was lost while it was written
 
@@ -59,13 +64,64 @@ class Exporter(Protocol):
     def close(self, stopped: int) -> None: ...
 
 
-class Checkpointer:
-    """Saves a run into checkpoint.dir and checkpoint.local_dir. Constructor, `save` and `wait` are collective.
+class Saves(Observer):
+    """Decides when a run saves: after the steps that are due, and where a signal stops it.
 
-    data: what identifies the order of samples (`Datasets.info`). step: the one after which the run begins.
-    parent_checkpoint: step and index checksum of the checkpoint in checkpoint.dir that the run descends from; None if
-    there is none. Raises CheckpointError, on all ranks, if a host lacks the memory for the copy, if a directory cannot
-    be written, and in `save` and `wait` if another run has taken the directory over.
+    checkpointer: makes the saves; None: checkpoint.dir is null, and the run saves nothing. replicas: copies of
+    parameters are compared before each save. start: what the run starts from. waited: seconds that the end of the run
+    waited for a save. `close` raises CheckpointError if the last step had to be saved and is not.
+    """
+
+    def __init__(self, checkpointer: Checkpointer | None, stop: Stop, replicas: Replicas, start: ResumePoint):
+        self.checkpointer, self.stop, self.replicas = checkpointer, stop, replicas
+        self.first, self.step, self.consumed, self.waited = start.step, start.step, start.consumed_samples, 0.0
+
+    def stalls(self) -> list[tuple[DeviceTime, DeviceTime]]:
+        """Return begin and end of each wait of the training since the last call."""
+        return [] if self.checkpointer is None else self.checkpointer.stalls()
+
+    def on_figures(self, it: Iteration) -> None:
+        """Measure what saves cost by the figures of a step."""
+        if self.checkpointer is not None:
+            self.checkpointer.on_figures(it)
+
+    def after(self, done: StepDone) -> None:
+        self.step, self.consumed = done.step, done.consumed_samples
+        if self.checkpointer is not None:
+            shared = bool(self.stop.agreed) or self.checkpointer.due(done.step)
+            if shared or self.checkpointer.local_due(done.step):
+                self._save(self.checkpointer, local=not shared)
+
+    def close(self) -> None:
+        saved, due = False, False
+        if self.checkpointer is not None:
+            due = bool(self.stop.agreed) or self.checkpointer.due(self.step)
+            if due and self.step == self.first:  # the run resumed after its last step, from the nodes' own disks
+                self._save(self.checkpointer)
+            self.replicas.mesh.activity.begin("checkpoint")
+            began = time.perf_counter()
+            self.checkpointer.close(self.stop.agreed)
+            self.waited, saved = time.perf_counter() - began, self.checkpointer.shared.saved == self.step
+        if self.stop.agreed:
+            self.stop.report(self.step, saved)
+        if self.checkpointer is not None and due and not saved:  # a scheduler must not take the run for complete
+            why = f"is not saved in {self.checkpointer.shared.directory}: the log has the reason"
+            raise CheckpointError(f"the run ends after step {self.step}, which {why}; start it again")
+
+    def _save(self, checkpointer: Checkpointer, local: bool = False) -> None:
+        self.replicas.require_equal(self.step)
+        self.replicas.mesh.activity.begin("checkpoint")  # from here on a rank may wait as long as its disk takes
+        checkpointer.save(self.step, self.consumed, local=local)
+
+
+class Checkpointer:
+    """Copies the state to host memory, and writes the copy into checkpoint.dir or checkpoint.local_dir in a thread.
+
+    Constructor, `save`, `wait` and `close` are collective over the world. data: what identifies the order of samples
+    (`Datasets.info`). step: the one after which the run begins. parent_checkpoint: step and index checksum of the
+    checkpoint in checkpoint.dir that the run descends from; None if there is none. Raises CheckpointError, on all
+    ranks, if a host lacks the memory for the copy, if a directory cannot be written, and in `save` and `wait` if
+    another run has taken the directory over.
     """
 
     def __init__(
@@ -93,21 +149,20 @@ class Checkpointer:
         self.running: Future[None] | None = None
         gradients, masters = state.optimizer.gradients, state.optimizer.masters
         sizes = [x.numel() if gradients.counts(b) else 0 for b, x in zip(gradients.buckets, masters, strict=True)]
-        directory = Path(c.dir).expanduser()
 
         def allocate() -> None:
             self.memory = host_memory(len(state.slices()), sum(sizes), pinned=on_gpu)
 
-        owner = self.decide(allocate, lambda _: claim(directory))
+        self.decide(allocate, lambda _: None)
         self.host = {kind: row.split(sizes) for kind, row in zip(state.slices(), self.memory)}
         self.shards = list(tensor_shards(gradients, self.host))
         self.histories = [shard for chunk in state.chunks for shard in state.histories(chunk)]
         saved = step if parent_checkpoint is None else parent_checkpoint[0]
-        self.shared = Destination(directory, owner, c.keep, mesh, saved, self.shards, self.histories)
+        held = self.shards, self.histories
+        self.shared = Destination(Path(c.dir).expanduser(), c.keep, mesh, saved, *held)
         self.local: Destination | None = None
         if c.local_dir is not None:
-            local_dir = Path(c.local_dir).expanduser()
-            self.local = Destination(local_dir, None, LOCAL_KEEP, mesh, step, self.shards, self.histories)
+            self.local = Destination(Path(c.local_dir).expanduser(), LOCAL_KEEP, mesh, step, *held, per_node=True)
 
     def due(self, step: int) -> bool:
         """Tell whether the configuration asks for a save in checkpoint.dir after this step."""
@@ -117,7 +172,7 @@ class Checkpointer:
         """Tell whether the configuration asks for a save in checkpoint.local_dir after this step."""
         return self.local is not None and self.local_interval.due(step)
 
-    def saw(self, it: Iteration) -> None:
+    def on_figures(self, it: Iteration) -> None:
         """Measure what saves cost by the figures of a step."""
         for interval in (self.interval, self.local_interval):
             interval.observe(it)
@@ -141,7 +196,8 @@ class Checkpointer:
         intervals = [self.local_interval] if local else [self.interval, self.local_interval]
         for interval in intervals:
             interval.begin(step)
-        self._choose_interval(intervals[0], "local_every" if local else "every")
+        if why := intervals[0].choose(self.decide):
+            self.log.info(f"checkpoint.{'local_every' if local else 'every'}=auto: {why}")
         histories = self.histories if destination.has_histories else []
         shards = self.shards + [shard._replace(tensor=_to_host(shard.tensor)) for shard in histories]
         scalars = {name: _to_host(value) for name, value in self.state.scalars().items()}
@@ -155,10 +211,9 @@ class Checkpointer:
             "consumed_samples": consumed_samples,
             "config": asdict(self.cfg),
             "layout": layout | {"vp": len(self.state.chunks)},
-            "state": {"data": self.data} | self.state.facts(),
+            "state": scalars | {"data": self.data} | self.state.facts(),
         }
-        begun = time.perf_counter()
-        self.running = self.thread.submit(self._write, destination, about, shards, scalars, copied, begun)
+        self.running = self.thread.submit(self._write, destination, about, shards, copied)
         if not self.cfg.checkpoint.async_save:
             self.wait()
         self.pauses.append((began, DeviceTime(self.mesh.device)))
@@ -168,13 +223,6 @@ class Checkpointer:
         self.pauses.append((DeviceTime(self.mesh.device), DeviceTime(self.mesh.device, copied)))
         copied.wait()
 
-    def _choose_interval(self, interval: SaveInterval, key: str) -> None:
-        """Choose the steps to the next save, the same on all ranks. No thread communicates meanwhile."""
-        if interval.auto:
-            why = interval.agree(self.decide(interval.costs, interval.best))
-            if why:
-                self.log.info(f"checkpoint.{key}=auto: {why}")
-
     def wait(self) -> None:
         """Wait until no save is running."""
         running, self.running = self.running, None
@@ -182,7 +230,7 @@ class Checkpointer:
             running.result()
 
     def close(self, stopped: int = 0) -> None:
-        """Wait until no save and no export is running; `stopped`, by a signal, ends an export instead. Collective."""
+        """Wait until no save and no export is running; `stopped`, by a signal, ends an export instead."""
         self.wait()
         if self.cfg.checkpoint.export == "hf":
             self.decide(lambda: None if self.exporter is None else self.exporter.close(stopped), lambda _: None)
@@ -192,31 +240,38 @@ class Checkpointer:
         destination: Destination,
         about: dict[str, Any],
         shards: list[TensorShard],
-        scalars: dict[str, Tensor],
         copied: torch.cuda.Event | None,
-        begun: float,
     ) -> None:
         """Write the copy as a checkpoint, together with the other ranks' threads. Runs in the thread."""
+        begun = time.perf_counter()
         if copied is not None:
             copied.synchronize()
-        about["state"] = {name: value.item() for name, value in scalars.items()} | about["state"]
-        step, local = about["iteration"], destination is not self.shared
-        if local:
-            about["state"] |= {"root": self.parent_checkpoint}
-        try:
+        state = {name: x.item() if isinstance(x, Tensor) else x for name, x in about["state"].items()}
+        step, local = about["iteration"], destination is self.local
+        about = about | {"state": state | ({"root": self.parent_checkpoint} if local else {})}
+
+        def write() -> str:
+            """Write and measure the save. Return the checksum of its index."""
             index_checksum = destination.write(about, shards)
+            seconds, size = time.perf_counter() - begun, sum(shard.tensor.nbytes for shard in shards) / 1e6
+            (self.local_interval if local else self.interval).end(seconds)
+            self.log.record("save", step=step, seconds=seconds, local=local)
+            where = f"step {step} saved on the nodes' own disks" if local else f"checkpoint of step {step} saved"
+            self.log.info(f"{where}: {size:.1f} MB of this rank in {seconds:.2f} s")
+            return index_checksum
+
+        try:
+            index_checksum = write()
             if not local:
                 self.parent_checkpoint = step, index_checksum
-            self._report(step, shards, begun, local)
-            if self.exporter is not None and not local:
-                self.exporter.saved(destination.directory / STEP_NAME(step), step)
+                if self.exporter is not None:
+                    self.exporter.saved(destination.directory / STEP_NAME(step), step)
         except TakenOver as error:
             self.log.warn(f"{error}; here this run saves aside, and ends")
             destination.directory /= f"aside.{destination.owner}"
             where = f"this run's step {step} is in {destination.directory}"
             try:
-                destination.write(about, shards)
-                self._report(step, shards, begun, local)
+                write()
             except CheckpointError as failed:
                 where = f"this run's step {step} is not saved: {failed}"
             raise TakenOver(f"{error}; {where}") from error
@@ -227,20 +282,12 @@ class Checkpointer:
             self.interval.end(None)
             self.local_interval.end(None)
 
-    def _report(self, step: int, shards: list[TensorShard], begun: float, local: bool) -> None:
-        """Measure, record and log a save that is whole."""
-        seconds, size = time.perf_counter() - begun, sum(shard.tensor.nbytes for shard in shards) / 1e6
-        (self.local_interval if local else self.interval).end(seconds)
-        self.log.record("save", step=step, seconds=seconds, local=local)
-        where = f"step {step} saved on the nodes' own disks" if local else f"checkpoint of step {step} saved"
-        self.log.info(f"{where}: {size:.1f} MB of this rank in {seconds:.2f} s")
-
 
 def host_memory(rows: int, numel: int, *, pinned: bool) -> Tensor:
-    """Take [rows, numel] float32 of the host, written once so that each page is there. Raises CheckpointError.
+    """Allocate [rows, numel] float32 zeros on the host, so that every page exists. Raises CheckpointError.
 
-    pinned: lock the pages, so that a GPU copies to them by itself. They are registered with CUDA here, because torch's
-    own pinned memory comes in powers of two, up to twice of what is needed. Linux is asked for large pages, and several
+    pinned: lock the pages, so that a GPU copies to them by itself. They are registered with CUDA here, because torch
+    rounds its own pinned memory up to a power of two. Linux is asked for large pages, and several
     threads write: a rank of a large model takes a hundred gigabytes, and a restart waits for it.
     """
     size = 4 * rows * numel
@@ -253,30 +300,29 @@ def host_memory(rows: int, numel: int, *, pinned: bool) -> Tensor:
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise lacking from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # of Linux
-        with suppress(OSError):  # a kernel without them
-            pages.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(AttributeError, OSError):  # large pages are of Linux, and not of every kernel
+        pages.madvise(mmap.MADV_HUGEPAGE)
     memory, part = torch.frombuffer(pages, dtype=torch.float32).view(rows, numel), -(-size // THREADS)
     address, begins = memory.data_ptr(), range(0, size, part)
-    with ThreadPoolExecutor(THREADS) as pool:  # not by torch, of which each thread would start a team
+    with ThreadPoolExecutor(THREADS) as pool:  # not by torch: each thread would start a team of threads
         list(pool.map(lambda begin: ctypes.memset(address + begin, 0, min(part, size - begin)), begins))
     if pinned:
         cuda = torch.cuda.cudart()
         if int(cuda.cudaHostRegister(address, size, 0)) != 0:
             raise lacking
-        weakref.finalize(memory, cuda.cudaHostUnregister, address).atexit = False  # the system does it then
+        weakref.finalize(memory, cuda.cudaHostUnregister, address).atexit = False  # at exit the system does it
     return memory
 
 
 def copy_beside(stream: torch.cuda.Stream | None, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
     """Copy (host, device) pairs on `stream`, after what has been queued so far; returns the event of their end.
 
-    Without a stream, on a CPU, they are copied when this returns None. The device's tensors are to live on unchanged
-    until the event.
+    Without a stream, on a CPU, they are copied when this returns None. The device's tensors must stay alive and
+    unchanged until the event.
     """
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # of None: where it is
+    with torch.cuda.stream(stream):  # None: the current stream
         for host, device in pairs:
             host.copy_(device, non_blocking=True)
     return None if stream is None else stream.record_event(torch.cuda.Event(blocking=True, enable_timing=True))

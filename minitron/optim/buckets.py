@@ -188,12 +188,9 @@ class Bucket:
             values.narrow(0, first - axis.rank * len(values), last - first).copy_(part)
         return values
 
-    def take_masters(self) -> Tensor:
-        """Return the masters of this rank's slice, float32: the slice itself if it is float32. Call it once."""
-        if self.first is None:
-            return self.data_slice.float()
-        masters, self.first = self.first, None
-        return masters
+    def first_masters(self) -> Tensor:
+        """Return the first masters of this rank's slice, float32: the slice itself if it is float32."""
+        return self.data_slice.float() if self.first is None else self.first
 
     def begin_backward(self, first: bool, last: bool) -> None:
         """Overwrite the last step's gradients in the first backward; count reports in both halves of the last."""
@@ -425,14 +422,8 @@ class Gradients:
         for index, bucket in enumerate(self.buckets):
             base = axis.rank * bucket.grad_slice.numel()
             for span, first, last in bucket.plan.owned(axis.rank, axis.size):
-                yield OwnedPart(
-                    span.name,
-                    bucket.params[span.name],
-                    index,
-                    start=first - base,
-                    offset=first - span.start,
-                    numel=last - first,
-                )
+                param, start, offset = bucket.params[span.name], first - base, first - span.start
+                yield OwnedPart(span.name, param, index, start, offset, numel=last - first)
 
 
 def _sum_all(tensors: Iterable[Tensor], axis: Axis) -> None:

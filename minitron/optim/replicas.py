@@ -101,20 +101,16 @@ class Replicas(Observer):
             own = torch.stack([self.sums[param.spec.name] for param in params])
             highest = torch.stack([own, ~own])
             all_reduce_(highest, axis, op=dist.ReduceOp.MAX)
-            self.differing.append((highest[0] != ~highest[1]).any(1))
-            total += self.differing[-1].sum()
+            differing = (highest[0] != ~highest[1]).any(1)
+            self.differing.append((params, differing))
+            total += differing.sum()
         all_reduce_(total, world)
         self.compared, self.waiting = step, LateCopy(total)
 
     def _describe(self) -> str:
         """Name the first parameter that differs and its ranks, the same on all ranks. Collective over the world."""
         mesh, world = self.mesh, self.mesh.world
-        different = [
-            param
-            for (_, params), differing in zip(self.copies, self.differing)
-            for param, differs in zip(params, differing.tolist())
-            if differs
-        ]
+        different = [p for params, flags in self.differing for p, differs in zip(params, flags.tolist()) if differs]
         # All ranks that hold a copy have the same key: the tensor-parallel rank distinguishes shards.
         mine = [(p.spec.name, p.spec.shard and mesh.tp.rank, self.sums[p.spec.name].tolist()) for p in different]
         everyone = [
@@ -137,13 +133,7 @@ class Replicas(Observer):
 def checksum(x: Tensor) -> Tensor:
     """Add up the bits of x [..., n] as integers: [plain sum, sum of each times its position], int64, modulo 2^64."""
     rows = x.detach().reshape(-1, x.shape[-1])
-    words = rows.view(
-        next(
-            word
-            for word in (torch.int64, torch.int32, torch.int16, torch.uint8)
-            if rows.shape[1] * rows.itemsize % word.itemsize == 0
-        )
-    )
+    words = rows.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[rows.itemsize])
     height, width = words.shape
     # The position of a word is its row times the words in a row, plus its column. So no sum needs a copy of x.
     place = torch.arange(max(words.shape), device=x.device)

@@ -73,11 +73,11 @@ class Zero1Optimizer:
     def __init__(self, gradients: Gradients, cfg: OptimizerConfig, kernels: Kernels):
         self.gradients, self.cfg = gradients, cfg
         buckets = gradients.buckets
-        self.masters = [bucket.take_masters() for bucket in buckets]
+        self.masters = [bucket.first_masters() for bucket in buckets]
         self.exp_avg = [torch.zeros_like(master) for master in self.masters]
         self.exp_avg_sq = [torch.zeros_like(master) for master in self.masters]
         self.steps = torch.zeros((), dtype=torch.float32, device=gradients.mesh.device)
-        self.snapshot_done: Handle[Any] = Handle()
+        self.copied: Handle[Any] = Handle()
         self.adamw_ = kernels.adamw_
         self.fp8_weights = Fp8Weights(gradients, self.masters, kernels.ops.cast_master)
         self.states = [
@@ -121,12 +121,12 @@ class Zero1Optimizer:
 
     def wait_before_update(self, copied: Handle[Any]) -> None:
         """Let the next update wait for a copy of the state that is under way."""
-        self.snapshot_done = copied
+        self.copied = copied
 
     def _update(self, lr: float, divisor: Tensor, found_inf: Tensor) -> None:
         """Update all slices with gradient / divisor, unless found_inf is 1. A gather runs beside the next update."""
         self.steps += 1 - found_inf
-        self.snapshot_done.wait()
+        self.copied.wait()
         self.fp8_weights.begin()
         self.adamw_(
             self.states,

@@ -8,7 +8,7 @@ import pytest
 
 from fault_run import TINY
 from minitron import pretrain
-from minitron.checkpoint.interval import FIRST_STEPS, Costs, SaveInterval
+from minitron.checkpoint.interval import FIRST_STEPS, SaveInterval
 from minitron.config import cli
 from minitron.config.save_interval import best_interval
 
@@ -17,9 +17,14 @@ def figures(step, seconds):
     return SimpleNamespace(step=step, seconds=seconds, stall_seconds=0.0)
 
 
+def alone(own, rule):
+    """In place of the agreement of all ranks."""
+    return rule([own()])
+
+
 def save(cadence, step, seconds):
     cadence.begin(step)
-    why = cadence.agree(cadence.best([cadence.costs()]))
+    why = cadence.choose(alone)
     cadence.end(seconds)
     return why
 
@@ -48,7 +53,9 @@ def test_steps_beside_the_writing_count_too():
         cadence.observe(figures(step, seconds))
     cadence.end(9.0)
     cadence.observe(figures(15, 2.0))
-    assert cadence.costs() == Costs(2.0, pytest.approx(1.4), 9.0)
+    seen = []
+    cadence.choose(lambda own, rule: seen.append(own()) or rule(seen))
+    assert seen == [[2.0, pytest.approx(1.4), 9.0]]
 
 
 def test_a_save_that_costs_nothing_still_takes_its_time():
@@ -59,16 +66,17 @@ def test_a_save_that_costs_nothing_still_takes_its_time():
 
 def test_the_largest_measurement_of_all_ranks_counts_and_small_changes_do_not():
     cadence = SaveInterval("auto", 1.0, done=0)
-    ranks = [Costs(1.0, 0.5, 3.0), Costs(2.0, 0.1, 5.0), Costs(1.5, None, None)]
-    assert cadence.agree(cadence.best(ranks)).startswith("every 30 steps (60.0 s), since a save costs 0.5 s")
+    ranks = [[1.0, 0.5, 3.0], [2.0, 0.1, 5.0], [1.5, None, None]]
+    assert cadence.choose(lambda own, rule: rule(ranks)).startswith("every 30 steps (60.0 s), since a save costs 0.5 s")
     for lost, steps in (0.7, 30), (0.4, 30), (0.9, 40):  # 35 and 27 are within a quarter of 30
-        cadence.agree(cadence.best([Costs(2.0, lost, 5.0)]))
+        cadence.choose(lambda own, rule, lost=lost: rule([[2.0, lost, 5.0]]))
         assert cadence.steps == steps
 
 
 def test_nothing_is_chosen_without_measurements():
     cadence = SaveInterval("auto", 1.0, done=0)
-    assert cadence.best([Costs(2.0, None, None), Costs(1.0, None, 3.0)]) == (FIRST_STEPS, "")
+    assert cadence.choose(lambda own, rule: rule([[2.0, None, None], [1.0, None, 3.0]])) == ""
+    assert cadence.steps == FIRST_STEPS
     assert not SaveInterval(None, None, 0).due(5) and not SaveInterval(0, None, 0).due(5)
     assert [step for step in range(1, 10) if SaveInterval(3, None, 7).due(step)] == [3, 6, 9]
 

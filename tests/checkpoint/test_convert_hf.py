@@ -539,9 +539,9 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_left(folders, tmp_pat
     assert "model.num_kv_heads=2 cannot be exported: transformers' gpt has 4" in refused(grouped)
     names = hf.global_shapes(model).keys()
     headless = refused(model, names=names - {"head.weight"})
-    assert "head.weight has shape None there and [128, 32] here" in headless
-    assert "lora.a has shape [1] there and None here" in refused(model, names=names)
-    assert "blocks.0.attention.out.weight has shape None" in refused(model, kind="exp_avg")
+    assert "head.weight was missing and is [128, 32]" in headless
+    assert "lora.a was [1] and is missing" in refused(model, names=names)
+    assert "blocks.0.attention.out.weight was missing" in refused(model, kind="exp_avg")
     assert "--max-shard-gb: 0 is no positive number" in refused(model, "--max-shard-gb", 0)
     assert "--max-shard-gb: inf is no positive number" in refused(model, "--max-shard-gb", "inf")
     assert "absent" in error_of(convert, "export", tmp_path / "absent", tmp_path / "back")

@@ -20,6 +20,7 @@ from minitron.checkpoint.interval import FIRST_STEPS
 from minitron.checkpoint.load import agree, newest_local_save, restore
 from minitron.checkpoint.reader import Reader
 from minitron.checkpoint.save import Checkpointer
+from minitron.pretrain import open_weights
 from minitron.runtime.log import Log
 from minitron.train import build
 from test_checkpoint import FP8, LONG, mesh_of, saving, train, whole
@@ -37,8 +38,8 @@ def leg(cfg, folder: Path, nodes: int, until: int, **keys) -> dict:
     cfg, lines = saving(cfg, folder / "shared", **keys), []
     with Log(cfg, mesh.rank, mesh.world.size) as log:
         log.info = lines.append
-        trainer, start = build(cfg, mesh), agree(cfg, mesh, rank_there == 0)
-        start = newest_local_save(cfg, start, {}, trainer.state, log, rank_there == 0)
+        trainer, start = build(cfg, mesh), agree(cfg, mesh, open_weights, rank_there == 0)
+        start = newest_local_save(cfg, start, {}, trainer.state, log)
         restore(start, trainer.state)
         saves = Checkpointer(cfg, trainer.state, {}, log, start.step, start.parent_checkpoint)
         figures = []
@@ -175,7 +176,7 @@ def test_a_node_whose_part_is_missing(ranks, begun, lost):
     shutil.rmtree(begun / "node1" if lost == "all" else begun / "node1" / "step_00000007")
     results = goes_on(ranks, begun)
     assert results[0]["from"] == ("shared/step_00000004" if lost == "all" else "node0/step_00000006")
-    assert "step_00000007 is not the same on all nodes: see rank 2: this local save is not used" in "".join(
+    assert "step_00000007 is not the same on all nodes: see ranks 2, 3: this local save is not used" in "".join(
         warnings(results)
     )
 

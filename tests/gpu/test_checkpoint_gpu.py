@@ -14,6 +14,7 @@ from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config
 from minitron.data.loader import Loader
 from minitron.data.mock import MockDataset
+from minitron.pretrain import open_weights
 from minitron.runtime.log import Log
 from minitron.train import Trainer, build
 from test_checkpoint import assert_same, contents, saving
@@ -43,7 +44,7 @@ class Run:
     """A trainer with its data, as far as it has come; what is in checkpoint.dir is resumed."""
 
     def __init__(self, cfg: Config):
-        self.cfg, start = cfg, find_resume_point(cfg)
+        self.cfg, start = cfg, find_resume_point(cfg, open_weights)
         self.trainer: Trainer = build(cfg, Mesh.offline(device="cuda"))
         restore(start, self.trainer.state)
         self.done = start.step
@@ -94,7 +95,7 @@ def test_a_late_copy_holds_what_was_there_and_the_run_goes_on_from_it(tmp_path, 
     wait_on(late.saves.stream)
     late.save()
     expected = [late.step() for _ in range(2)]
-    assert not late.trainer.optimizer.snapshot_done.result.query(), "the host waited for the copy"
+    assert not late.trainer.optimizer.copied.result.query(), "the host waited for the copy"
     late.saves.wait()
     torch.cuda.synchronize()
     late_seconds, seconds = ([end.seconds_since(begin) for begin, end in run.saves.stalls()] for run in (late, now))
@@ -138,7 +139,7 @@ def test_a_save_costs_little_time_and_no_memory(tmp_path):
 
     def save_and_wait():
         run.save()
-        run.trainer.optimizer.snapshot_done.wait()
+        run.trainer.optimizer.copied.wait()
 
     steps(run.save)
     torch.cuda.reset_peak_memory_stats()
@@ -170,7 +171,7 @@ def peak_of_a_start(cfg: Config) -> int:
 
 def test_resuming_takes_no_more_memory_than_a_fresh_start(tmp_path: Path):
     cfg = saving(config(LLAMA, LARGE), tmp_path)
-    assert find_resume_point(cfg).reader is None
+    assert find_resume_point(cfg, open_weights).reader is None
     fresh = peak_of_a_start(cfg)
-    assert find_resume_point(cfg).resume
+    assert find_resume_point(cfg, open_weights).resume
     assert peak_of_a_start(cfg) <= fresh

@@ -60,7 +60,7 @@ START = {
     "connections": Limit(rank=1),
     "groups": Limit(rank=8),
     "gloo members": Limit(rank=11),
-    "agreements": Limit(rank=10),
+    "agreements": Limit(rank=12),
     "agreed bytes": Limit(rank=64 << 10),
 }
 LIMITS: dict[str, dict[str, Limit]] = {
