@@ -207,12 +207,15 @@ def model_of(reader: Reader, weights: set[str], keys: list[str], accepted: set[s
     rows, hidden = reader.shape(words)
     gpt = REST["head.norm.bias"] in weights
     vocab = args.get("vocab_size")
+    if vocab is not None and not (type(vocab) is int and 0 < vocab <= rows):
+        why = f"its argument vocab_size={short(repr(vocab))} is no number of the {rows} rows of {words}"
+        raise ValueError(f"{reader.path}: {why}; copy the files of one checkpoint")
     model = {
         "family": "gpt" if gpt else "llama",
         "num_layers": layers,
         "hidden_size": hidden,
         "ffn_hidden_size": reader.shape(stacked if stacked in weights else single)[-1],
-        "vocab_size": vocab if isinstance(vocab, int) and 0 < vocab <= rows else rows,
+        "vocab_size": rows if vocab is None else vocab,
         "tie_embeddings": REST["head.weight"] not in weights,
         "positions": "learned" if REST["embedding.positions"] in weights else "rope",
     }
@@ -220,21 +223,24 @@ def model_of(reader: Reader, weights: set[str], keys: list[str], accepted: set[s
         model["max_positions"] = reader.shape(REST["embedding.positions"])[0]
     args = {"norm_epsilon": args.get("layernorm_epsilon")} | args  # its older name
     check_arguments(reader, args, FIXED | fitting(model, args), accepted)
-    if "num_attention_heads" in args:
-        grouped = args.get("group_query_attention", False)
-        model |= {"num_heads": args["num_attention_heads"]}
-        model |= {"num_kv_heads": args.get("num_query_groups") if grouped else None}
-        given = {"norm_eps": "norm_epsilon", "rope_theta": "rotary_base", "max_positions": "max_position_embeddings"}
-        model |= {key: args[name] for key, name in given.items() if args.get(name) is not None and key not in model}
+    if args.get("num_attention_heads") is not None:
+        given = {"num_heads": "num_attention_heads", "norm_eps": "norm_epsilon", "rope_theta": "rotary_base"}
+        given |= {"num_kv_heads": "num_query_groups"} if args.get("group_query_attention") else {}
+        given |= {} if "max_positions" in model else {"max_positions": "max_position_embeddings"}
+        given |= {"rope_scaling": "rope_scaling_factor"} if args.get("use_rope_scaling") else {}
+        numbers = {key: args[name] for key, name in given.items() if args.get(name) is not None}
+        for key, value in numbers.items():
+            if not isinstance(value, int | float):
+                why = f"its argument {given[key]}={short(repr(value))} is no number"
+                raise ValueError(f"{reader.path}: {why}; copy the files of one checkpoint")
+        model |= {"num_kv_heads": None} | numbers
         if args.get("use_rope_scaling"):
-            model["rope_scaling"] = {"factor": float(args.get("rope_scaling_factor", 8.0))}
+            model["rope_scaling"] = {"factor": numbers.get("rope_scaling", 8.0)}
     elif not any("num_heads" in key or "=" not in key for key in keys):
         fix = "say model.num_heads=N, and as far as they differ from the defaults model.num_kv_heads, model.rope_theta"
         raise ValueError(f"{reader.path} has no arguments of a run{why}; {fix}, model.norm_eps, model.max_positions")
     elif why:
         print(f"note: the keys alone describe the model, since the run's arguments cannot be read{printable(why)}")
-    if "rope_theta" in model:
-        model["rope_theta"] = float(model["rope_theta"])
     cfg = cli.load([*keys, "train.seq_len=1"], ({"model": model}, str(reader.path)))
     rules.check(cfg, world=1)
     return cfg.model, gpt and args.get("bias_gelu_fusion", True) is False
