@@ -35,7 +35,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an 
 
 from minitron.checkpoint.load import check_tensors
 from minitron.comm.mesh import Mesh
-from minitron.config import cli
 from minitron.config.command import Parser, run
 from minitron.config.schema import Config, DataConfig, PrecisionConfig, changed
 from minitron.data.batch import Batch
@@ -45,7 +44,7 @@ from minitron.data.sft import encode_chat, encode_prompt
 from minitron.data.tokenizers import Tokenizer
 from minitron.interop import hf
 from minitron.interop.tokenizers import load_tokenizer
-from minitron.interop.weights import best_kind, open_weights
+from minitron.interop.weights import best_kind, config_of, open_weights
 from minitron.kernels.attention import Backend, Forward, Options
 from minitron.kernels.gemm import DTYPES
 from minitron.model.gpt import GPT, whole_model
@@ -191,15 +190,12 @@ def load_model(
     dtype, tokenizer, base (of an adapter): other than the folder says.  Raises ValueError for what cannot be read, or
     does not match.
     """
-    reader, folder, data = open_weights(path, base=base), Path(os.path.expanduser(path)), {}
-    if isinstance(reader, hf.FolderReader):
-        cfg = Config(model=reader.model, precision=PrecisionConfig(reader.precision))
-    else:
-        reader.verify()
-        sections = {name: reader.config[name] for name in ("model", "data")}
-        cfg = cli.from_tree(sections | {"precision": {"dtype": reader.config["precision"]["dtype"]}}, str(reader.index))
-        data = reader.state.get("data", {})
-    cfg = replace(cfg, precision=PrecisionConfig(dtype or cfg.precision.dtype))
+    reader, folder = open_weights(path, base=base), Path(os.path.expanduser(path))
+    reader.verify()
+    data = {} if isinstance(reader, hf.FolderReader) else reader.state.get("data", {})
+    saved = config_of(reader)
+    precision = PrecisionConfig(dtype or saved.precision.dtype)
+    cfg = Config(model=saved.model, data=saved.data, precision=precision)
     words = find_tokenizer(folder, tokenizer, cfg, data, cache_dir)
     # The number of keys varies as documents' lengths do; cuDNN would compile a plan for each.
     cfg = changed(cfg, data=dict(separate_documents=True))
@@ -214,7 +210,7 @@ def load_model(
 
 def find_tokenizer(folder: Path, spec: str | None, cfg: Config, data: dict, cache_dir: str) -> Tokenizer:
     """What `spec` says, or the tokenizer of the run that left `folder`.  data: what its checkpoint says of its data."""
-    if spec is None and (not data or (cfg.data.tokenizer == "corpus" and data["source"] not in ("corpus", "sft"))):
+    if spec is None and (not data or (cfg.data.tokenizer == "corpus" and data.get("source") not in ("corpus", "sft"))):
         raise ValueError(
             f"{folder} does not say which tokenizer it was trained with; give --tokenizer=llama3:FILE, "
             "gpt2:DIR, llama2:FILE, hf:DIR, bytes or corpus"

@@ -238,7 +238,7 @@ class FolderReader:
         self.index = self.path / "config.json"
         settings = _json(self.index)
         self.model = model_config(settings, str(self.index), vocab_multiple)
-        self.config, self.dropout = {"model": asdict(self.model)}, dropout_of(settings)
+        self.dropout = dropout_of(settings)
         self._map, self._shapes, self._means = tensor_map(self.model), global_shapes(self.model), {}
         fmt = FORMATS[settings["model_type"]]
         self._places = _find_tensors(self.path)
@@ -248,6 +248,7 @@ class FolderReader:
                 for name, place in self._places.items()
             }
         self._check(fmt)
+        self.config = {"model": asdict(self.model), "precision": {"dtype": self.precision}, "data": {}}
 
     def names(self) -> list[str]:
         """List the global names of all tensors."""

@@ -20,13 +20,12 @@ import os
 import shutil
 from pathlib import Path
 
-from minitron.checkpoint.format import CheckpointError
 from minitron.checkpoint.reader import Reader
+from minitron.checkpoint.weights import Weights, base_of, config_of
 from minitron.config.files import read_json, write_json
 from minitron.data.sft import HEADER
 from minitron.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from minitron.interop.tokenizers import TiktokenTokenizer, _printable_bytes, load_tokenizer
-from minitron.interop.weights import Weights
 
 KEPT = "tokenizer"  # folder beside an imported checkpoint
 GENERATION = "generation_config.json"
@@ -67,9 +66,8 @@ def write_tokenizer(folder: Path, reader: Weights, vocab_size: int, spec: str | 
 
     spec: --tokenizer, None for that of the run. Raises ValueError if the former cannot be had; the latter is left out.
     """
-    data = reader.config.get("data", {})
-    finetuned = reader.config.get("finetune", {}).get("kind") is not None
-    named = spec or data.get("tokenizer", "corpus")
+    cfg = config_of(reader)
+    finetuned, named = cfg.finetune.kind is not None, spec or cfg.data.tokenizer
     own, why = None, f"{named} is no tokenizer that transformers has"
     if named != "corpus":
         try:
@@ -114,22 +112,20 @@ def write_tokenizer(folder: Path, reader: Weights, vocab_size: int, spec: str | 
 
 def find_kept(reader: Weights) -> Path | None:
     """Return the folder with the source's tokenizer files; None if the weights came from none, or it is gone."""
-    config, path = reader.config, reader.path
     for _ in range(8):  # runs upon runs
-        for folder in (path / KEPT, path.parent / KEPT):
+        for folder in (reader.path / KEPT, reader.path.parent / KEPT):
             if folder.is_dir():
                 return folder
-        base = config.get("finetune", {}).get("base") or config.get("checkpoint", {}).get("load")
-        if base is None:
-            return None
-        path = Path(os.path.expanduser(base))
-        if (path / "config.json").exists():
-            return path
         try:
-            following = Reader(path)
-        except CheckpointError:
+            base = base_of(config_of(reader))
+            if base is None:
+                return None
+            path = Path(os.path.expanduser(base))
+            if (path / "config.json").exists():
+                return path
+            reader = Reader(path)
+        except ValueError:
             return None
-        config, path = following.config, following.path
     return None
 
 

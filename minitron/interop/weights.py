@@ -40,11 +40,11 @@ def open_weights(
     if not foreign and not own and newest(folder) is None:
         raise CheckpointError(f"{key}{folder} holds no weights; name a Hugging Face folder or a minitron checkpoint")
     reader = hf.FolderReader(folder, vocab_multiple) if foreign else Reader(folder)
-    if reader.config.get("finetune", {}).get("kind") != "lora":
+    cfg = config_of(reader)
+    if cfg.finetune.kind != "lora":
         if base is not None:
             raise CheckpointError(f"base={base} is for adapters, and {folder} holds a whole model; leave it out")
         return reader
-    cfg = config_of(reader)
     base = base or base_of(cfg)
     if base is None:
         raise CheckpointError(f"{reader.path} holds an adapter and does not say of which weights; name their folder")
