@@ -394,12 +394,12 @@ def _headers(path: Path) -> dict[str, Place]:
 
 
 def _json(path: Path) -> dict:
-    try:
+    fix = "name the folder of a model"
+    with (
+        errors_as(CheckpointError, lambda e: f"{path} cannot be read ({e.strerror}); {fix}", OSError),
+        errors_as(CheckpointError, lambda error: f"{path} is not JSON ({error}); copy it again", ValueError),
+    ):
         content = read_json(path)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror}); name the folder of a model") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON ({error}); copy it again") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds no JSON object; copy it again")
     return content
