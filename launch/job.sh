@@ -61,6 +61,8 @@ check_job() {
 run_job() {
     local name=$1 module=$2 run=$3 output=$4 extra srun status last before said line ended round folder kind unread
     local arguments=("${@:5}" "${precision[@]}" "log.dir=$run" log.format=nemo)
+    [[ $output != *[[:cntrl:]]* ]] || # it would span lines of what the job prints
+        fail "the job's output $output holds a character that cannot be printed; correct GSW_VERSION"
     if [ "${CHECKPOINT_DIR:-}" != none ]; then
         arguments+=("checkpoint.dir=${CHECKPOINT_DIR:-$run/checkpoint}" "checkpoint.every=$checkpoint_every" checkpoint.keep=1)
     fi

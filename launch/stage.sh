@@ -27,8 +27,8 @@ lacks() {
 
 source launch/number.sh ""
 [ -n "${STAGE_PATH:-}" ] || fail "STAGE_PATH is not set; export STAGE_PATH=<a folder that all nodes share>"
-[[ $STAGE_PATH == /* && -d $STAGE_PATH ]] ||
-    fail "STAGE_PATH=$STAGE_PATH is no folder with an absolute path; make it, or correct it"
+[[ $STAGE_PATH == /* && -d $STAGE_PATH && $STAGE_PATH != *[[:cntrl:]]* ]] ||
+    fail "STAGE_PATH=$STAGE_PATH is no folder with an absolute path of printable characters; make it, or correct it"
 # "null" says that Slurm does not manage the GPUs. srun would take it for a count.
 [ "${SLURM_GPUS_PER_NODE:-}" != null ] || unset SLURM_GPUS_PER_NODE
 

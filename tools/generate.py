@@ -35,7 +35,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an 
 
 from minitron.checkpoint.load import check_tensors
 from minitron.comm.mesh import Mesh
-from minitron.config import cli
 from minitron.config.command import Parser, run
 from minitron.config.schema import Config, DataConfig, PrecisionConfig, changed
 from minitron.data.batch import Batch
@@ -45,7 +44,7 @@ from minitron.data.sft import encode_chat, encode_prompt
 from minitron.data.tokenizers import Tokenizer
 from minitron.interop import hf
 from minitron.interop.tokenizers import load_tokenizer
-from minitron.interop.weights import best_kind, open_weights
+from minitron.interop.weights import best_kind, config_of, open_weights
 from minitron.kernels.attention import Backend, Forward, Options
 from minitron.kernels.gemm import DTYPES
 from minitron.model.gpt import GPT, whole_model
@@ -106,7 +105,7 @@ def main(argv: list[str]) -> None:
 def generate(
     model: GPT, prompt: list[int], max_tokens: int, stop: set[int | None], draw: Callable[[Tensor], int]
 ) -> Iterator[int]:
-    """The tokens after `prompt`, until one of `stop`, which is left out.  draw: logits [v] on the CPU -> token."""
+    """Yield the tokens after `prompt`, up to one of `stop`, which is left out. draw: logits [v] on the CPU -> token."""
     with cached(model):
         new, seen = prompt, 0
         for _ in range(max_tokens):
@@ -119,7 +118,7 @@ def generate(
 
 @torch.no_grad()
 def next_logits(model: GPT, new: list[int], seen: int) -> Tensor:
-    """float32 [v] on the CPU: of the token after `new`, which follow `seen` tokens that are in the cache."""
+    """Return the logits of the token after `new`, float32 [v] on the CPU. The cache holds the `seen` tokens before."""
     device = model.mesh.device
     tokens = torch.tensor(new, device=device)[:, None]
     order = torch.arange(seen, seen + len(new), device=device)
@@ -136,7 +135,7 @@ def next_logits(model: GPT, new: list[int], seen: int) -> Tensor:
 
 
 def choose(logits: Tensor, vocab_size: int, temperature: float, top_p: float, generator: torch.Generator) -> int:
-    """A token below vocab_size by its logits [v]: the likeliest at temperature 0, else a draw from the top-p set."""
+    """Choose a token by its logits [v]: the likeliest at temperature 0, else a draw from the top-p set."""
     logits = logits[:vocab_size]  # the rest pads the embedding
     if temperature == 0:
         return int(logits.argmax())
@@ -147,7 +146,7 @@ def choose(logits: Tensor, vocab_size: int, temperature: float, top_p: float, ge
 
 
 class KVCache:
-    """An attention backend that remembers: `inner` over all keys and values [b, g, s, d] since it was made."""
+    """An attention backend that keeps keys and values [b, g, s, d]: `inner` attends to all since it was made."""
 
     def __init__(self, inner: Backend):
         self.inner, self.past = inner, None
@@ -163,7 +162,7 @@ class KVCache:
 
 @contextmanager
 def cached(model: GPT) -> Iterator[None]:
-    """Inside, every attention of the model has a cache, which is empty at first."""
+    """Give every attention of the model a cache, empty at first, inside the context."""
     layers = [block.attention for block in model.blocks.values()]
     originals = [layer.attend for layer in layers]
     for layer in layers:
@@ -186,20 +185,17 @@ def load_model(
     cache_dir: str = DataConfig.cache_dir,
     base: str | None = None,
 ) -> tuple[GPT, Tokenizer, Config]:
-    """The whole model in evaluation mode, its tokenizer, and the configuration it was built with.
+    """Return the whole model in evaluation mode, its tokenizer, and the configuration it was built with.
 
-    dtype, tokenizer, base (of an adapter): other than the folder says.  Raises ValueError for what cannot be read, or
-    does not match.
+    dtype, tokenizer, base (of an adapter): in place of those that the folder names. Raises ValueError for what cannot
+    be read, or does not match.
     """
-    reader, folder, data = open_weights(path, base=base), Path(os.path.expanduser(path)), {}
-    if isinstance(reader, hf.FolderReader):
-        cfg = Config(model=reader.model, precision=PrecisionConfig(reader.precision))
-    else:
-        reader.verify()
-        sections = {name: reader.config[name] for name in ("model", "data")}
-        cfg = cli.from_tree(sections | {"precision": {"dtype": reader.config["precision"]["dtype"]}}, str(reader.index))
-        data = reader.state.get("data", {})
-    cfg = replace(cfg, precision=PrecisionConfig(dtype or cfg.precision.dtype))
+    reader, folder = open_weights(path, base=base), Path(os.path.expanduser(path))
+    reader.verify()
+    data = {} if isinstance(reader, hf.FolderReader) else reader.state.get("data", {})
+    saved = config_of(reader)
+    precision = PrecisionConfig(dtype or saved.precision.dtype)
+    cfg = Config(model=saved.model, data=saved.data, precision=precision)
     words = find_tokenizer(folder, tokenizer, cfg, data, cache_dir)
     # The number of keys varies as documents' lengths do; cuDNN would compile a plan for each.
     cfg = changed(cfg, data=dict(separate_documents=True))
@@ -213,8 +209,8 @@ def load_model(
 
 
 def find_tokenizer(folder: Path, spec: str | None, cfg: Config, data: dict, cache_dir: str) -> Tokenizer:
-    """What `spec` says, or the tokenizer of the run that left `folder`.  data: what its checkpoint says of its data."""
-    if spec is None and (not data or (cfg.data.tokenizer == "corpus" and data["source"] not in ("corpus", "sft"))):
+    """Load the tokenizer of `spec`, or of the run that saved `folder`. data: that run's state of its data."""
+    if spec is None and (not data or (cfg.data.tokenizer == "corpus" and data.get("source") not in ("corpus", "sft"))):
         raise ValueError(
             f"{folder} does not say which tokenizer it was trained with; give --tokenizer=llama3:FILE, "
             "gpt2:DIR, llama2:FILE, hf:DIR, bytes or corpus"

@@ -52,10 +52,18 @@ def base_of(cfg: Config) -> str | None:
 
 
 def config_of(reader: Weights) -> Config:
-    """Return the configuration that a checkpoint was saved with, as far as weights depend on it."""
-    sections = ("model", "precision", "finetune", "lora")
-    tree = {name: reader.config[name] for name in sections if name in reader.config}
-    tree |= {"checkpoint": {"load": reader.config.get("checkpoint", {}).get("load")}}
+    """Return the configuration that weights were saved with, as far as these and their tokens depend on it.
+
+    A key that is missing has its default. Raises CheckpointError for a missing section, and ValueError for a value that
+    its key cannot have.
+    """
+    for name in ("model", "precision", "data"):
+        if name not in reader.config:
+            raise CheckpointError(f"{reader.index} has no config.{name}, which every save has; copy the file again")
+    tree = {name: reader.config.get(name, {}) for name in ("model", "precision", "finetune", "lora")}
+    for section, key in (("data", "tokenizer"), ("checkpoint", "load")):
+        found = reader.config.get(section, {})
+        tree[section] = {key: found[key]} if key in found else {}
     return cli.from_tree(tree, str(reader.index))
 
 

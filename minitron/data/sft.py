@@ -144,7 +144,8 @@ def encode_chat(messages: Sequence[dict[str, Any]], tokenizer: Tokenizer) -> lis
         context += [begin, *tokenizer.encode(message["role"]), end, *tokenizer.encode("\n\n")]
         content = [*tokenizer.encode(message["content"].strip()), eot]
         if message["role"] == "assistant":
-            parts, context = [*parts, context, content], []
+            parts += [context, content]
+            context = []
         else:
             context += content
     return parts
@@ -159,6 +160,10 @@ def encode_line(line: bytes, tokenizer: Tokenizer) -> list[list[int]]:
         if isinstance(error, json.JSONDecodeError):
             why = f"{error.msg} at character {error.pos + 1}"
         raise ValueError(f"is not JSON ({why}); correct it") from error
+    if b"\\ud" in line.lower():  # tokenizers raise, or replace it silently
+        why = "has an escape of half a character, \\ud800 to \\udfff; write the character as UTF-8, or as two escapes"
+        with errors_as(ValueError, lambda _: why, UnicodeError):
+            json.dumps(row, ensure_ascii=False).encode()
     keys = {"prompt", "completion", "messages"} & (row.keys() if isinstance(row, dict) else set())
     if keys == {"messages"}:
         _check_messages(row["messages"])

@@ -36,7 +36,7 @@ from minitron.config.schema import ModelConfig
 from minitron.config.text import printable
 from minitron.interop import hf, hf_tokenizer
 from minitron.interop import hf_write as hf_export
-from minitron.interop.import_weights import BLOCK_VALUES, import_weights
+from minitron.interop.import_weights import BLOCK_VALUES, Source, add_arguments, import_weights, in_files
 from minitron.interop.weights import MergedAdapter, best_kind, config_of, open_weights
 from minitron.kernels.gemm import DTYPES
 
@@ -45,17 +45,9 @@ def main(argv: list[str]) -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     importer = commands.add_parser("import", help="HF_FOLDER CHECKPOINT_DIR: Hugging Face to minitron")
-    importer.add_argument("source", metavar="HF_FOLDER", help="with config.json and safetensors")
-    importer.add_argument(
-        "target", type=new_path, metavar="CHECKPOINT_DIR", help="new; gets the checkpoint and model.yaml"
-    )
-    importer.add_argument(
-        "--vocab-multiple",
-        type=int,
-        default=ModelConfig.vocab_multiple,
-        metavar="N",
-        help="pad the vocabulary to a multiple of N, so that parallel.tp divides it (%(default)s)",
-    )
+    add_arguments(importer, "HF_FOLDER", "with config.json and safetensors")
+    words, default = "pad the vocabulary to a multiple of N, so that parallel.tp divides it", ModelConfig.vocab_multiple
+    importer.add_argument("--vocab-multiple", type=int, default=default, metavar="N", help=f"{words} (%(default)s)")
     exporter = commands.add_parser("export", help="CHECKPOINT_DIR HF_FOLDER: minitron to Hugging Face")
     add = exporter.add_argument
     add("source", metavar="CHECKPOINT_DIR", help="the newest in it, or one step_... folder")
@@ -64,12 +56,12 @@ def main(argv: list[str]) -> None:
     add("--base", metavar="FOLDER", help="of LoRA: where the frozen weights are now")
     add("--adapter", action="store_true", help="of LoRA: the adapters alone, in PEFT's format")
     add("--tokenizer", metavar="SPEC", help="as data.tokenizer (that of the weights' source, or the run's)")
-    for command, default in (importer, "as the source has them"), (exporter, "those of training, or of the import"):
-        command.add_argument("--dtype", choices=DTYPES, help=f"number format of the weights ({default})")
+    add("--dtype", choices=DTYPES, help="number format of the weights (those of training, or of the import)")
     options = parser.parse_args(argv)
     if options.command == "import":
-        source = hf.FolderReader(options.source, options.vocab_multiple)
-        import_weights(source, options.target, options.dtype, partial(hf_tokenizer.keep, source.path))
+        reader = hf.FolderReader(options.source, options.vocab_multiple)
+        source = Source(reader.model, reader.precision, reader.note, reader.read)
+        import_weights(source, options.target, options.dtype, partial(hf_tokenizer.keep, reader.path))
     elif options.adapter:
         export_adapter(options.source, options.target, options.dtype, options.base)
     else:
@@ -80,7 +72,7 @@ def main(argv: list[str]) -> None:
 def export_folder(
     source: str, target: str, dtype: str | None, max_bytes: int, base: str | None, tokenizer: str | None = None
 ) -> None:
-    """config.json, safetensors and the tokenizer in `target`.  Raises ValueError for what cannot be converted."""
+    """Write config.json, safetensors and the tokenizer to `target`. Raises ValueError for what cannot be converted."""
     reader = open_weights(source, base=base)
     if isinstance(reader, hf.FolderReader):
         raise ValueError(f"{source} is a Hugging Face folder already; name a minitron checkpoint")
@@ -109,7 +101,7 @@ def export_folder(
 
 
 def export_adapter(source: str, target: str, dtype: str | None, base: str | None) -> None:
-    """adapter_config.json and adapter_model.safetensors in `target`.  Raises ValueError for what is no adapter."""
+    """Write adapter_config.json and adapter_model.safetensors to `target`. Raises ValueError for what is no adapter."""
     reader = open_weights(source, base=base)
     if not isinstance(reader, MergedAdapter):
         raise ValueError(f"{source} holds no adapter; leave --adapter out, or name a checkpoint of finetune.kind=lora")
@@ -129,25 +121,19 @@ def export_adapter(source: str, target: str, dtype: str | None, base: str | None
 def write_model(
     folder: Path, model: ModelConfig, dtype: torch.dtype, tensors: Iterator[tuple[str, Tensor]], max_bytes: int
 ) -> None:
-    """Safetensors files of at most `max_bytes`, or of one tensor, with an index if they are several."""
+    """Write safetensors files of at most `max_bytes`, or of one tensor, with an index if they are several."""
     parts = [part for stack in hf.tensor_map(model).values() for part in stack]
     sizes = {part.name: math.prod(part.shape) * dtype.itemsize for part in parts}
-    shards, used = [[]], 0
-    for part in parts:
-        if shards[-1] and used + sizes[part.name] > max_bytes:
-            shards.append([])
-            used = 0
-        shards[-1].append(part)
-        used += sizes[part.name]
+    shards, total = list(in_files(parts, lambda part: sizes[part.name], max_bytes)), sum(sizes.values())
     files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     if len(shards) == 1:
         files = ["model.safetensors"]
     else:
-        places = {part.name: file for file, shard in zip(files, shards, strict=True) for part in shard}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+        places = {part.name: file for file, shard in zip(files, shards) for part in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": places}
         write_json(folder / "model.safetensors.index.json", index)
-    with tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, desc="exporting") as bar:
-        for file, shard in zip(files, shards, strict=True):
+    with tqdm(total=total, unit="B", unit_scale=True, desc="exporting") as bar:
+        for file, shard in zip(files, shards):
             with open(folder / file, "xb") as out:
                 out.write(header(((part.name, dtype, part.stored) for part in shard), format="pt"))
                 for part in shard:

@@ -23,15 +23,16 @@ from functools import lru_cache, reduce
 from pathlib import Path
 
 import torch
+import yaml
 from torch import Tensor
 
 from minitron.checkpoint.format import NAMES
 from minitron.config import cli, rules
-from minitron.config.command import Parser, new_path
+from minitron.config.command import Parser
 from minitron.config.schema import ModelConfig
 from minitron.config.text import printable, short
 from minitron.interop import hf
-from minitron.interop.import_weights import import_weights
+from minitron.interop.import_weights import Source, add_arguments, import_weights
 from minitron.interop.torch_dist import Reader
 from minitron.kernels.gemm import DTYPES
 
@@ -59,40 +60,10 @@ REST = {
     "head.norm.bias": "decoder.final_layernorm.bias",
     "head.weight": "output_layer.weight",
 }
-# Arguments that change the network -> the values that minitron computes. `fitting` adds those that depend on tensors.
 OFF = (None, False, "", [])
-FIXED = dict.fromkeys(
-    (
-        *("apply_layernorm_1p", "layernorm_zero_centered_gamma", "apply_residual_connection_post_layernorm"),
-        *("apply_query_key_layer_scaling", "qk_layernorm", "qk_l2_norm", "add_qkv_bias", "attention_output_gate"),
-        *("multi_latent_attention", "linear_attention_freq", "experimental_attention_variant"),
-        *("rotary_interleaved", "mrope_section", "squared_relu", "openai_gelu", "quick_geglu", "onnx_safe"),
-        *("glu_linear_offset", "activation_func", "num_experts", "num_moe_experts", "mtp_num_layers"),
-        *("hybrid_layer_pattern", "hybrid_override_pattern", "hybrid_attention_ratio", "hybrid_mlp_ratio"),
-        *("hybrid_stack_spec", "is_hybrid_model", "heterogeneous_layers_config_path", "heterogeneous_block_specs"),
-        *("heterogeneous_layers_config_encoded_json", "spec", "transformer_layer_spec", "enable_mhc_connections"),
-        *("use_mup", "retro_add_retriever", "flextron", "enable_gpt_oss", "use_arbitrary_attention_mask"),
-        *("export_num_eagle_layers", "export_num_medusa_heads", "export_num_mtp", "export_qk_l2_norm"),
-        *("export_quant_cfg", "ammo_quant_cfg", "rope_scaling"),
-    ),
-    OFF,
-) | {
-    "window_size": (None,),
-    "window_attn_skip_freq": (None,),
-    "no_rope_freq": (None,),
-    "softmax_scale": (None,),
-    "softmax_type": (None, "vanilla"),
-    "activation_func_clamp_value": (None,),
-    "rotary_percent": (1.0,),
-    "rotary_seq_len_interpolation_factor": (None, 1),
-    "seq_len_interpolation_factor": (None, 1),
-    "rope_type": (None, "rope"),
-    "mup_embedding_mult": (None, 1.0),
-    "mup_output_mult": (None, 1.0),
-    "mup_width_mult": (None, 1.0),
-    "export_real_quant_cfg": (None, "None"),
-    "export_kv_cache_quant": (None, False, "none"),
-}
+# Arguments that change the network -> the values that minitron computes. `fitting` adds those that depend on tensors.
+TABLE = yaml.safe_load(Path(__file__).with_name("megatron_fixed.yaml").read_text())
+FIXED = dict.fromkeys(TABLE["absent"], OFF) | {name: tuple(values) for name, values in TABLE["fixed"].items()}
 # Arguments of Megatron-LM and fields of Megatron-core, 0.4 to 0.19, that leave the network as it is.
 HARMLESS = Path(__file__).with_name("megatron_arguments.txt")
 
@@ -101,69 +72,45 @@ def main(argv: list[str]) -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     importer = commands.add_parser("import", help="MEGATRON_FOLDER CHECKPOINT_DIR [KEYS]: Megatron to minitron")
-    importer.add_argument("source", metavar="MEGATRON_FOLDER", help="with .metadata, or the one above it")
-    importer.add_argument(
-        "target", type=new_path, metavar="CHECKPOINT_DIR", help="new; gets the checkpoint and model.yaml"
-    )
-    importer.add_argument(
-        "keys", nargs="*", metavar="KEY=VALUE|FILE", help="of `model`, as minitron.pretrain takes them"
-    )
-    importer.add_argument("--dtype", choices=DTYPES, help="number format of the weights (as the source has them)")
-    importer.add_argument(
-        "--accept",
-        default="",
-        metavar="NAME,NAME",
-        help="unknown arguments of the checkpoint that, as you know, do not change the network",
-    )
+    add_arguments(importer, "MEGATRON_FOLDER", "with .metadata, or the one above it")
+    words = "of `model`, as minitron.pretrain takes them"
+    importer.add_argument("keys", nargs="*", metavar="KEY=VALUE|FILE", help=words)
+    words = "unknown arguments of the checkpoint that, as you know, do not change the network"
+    importer.add_argument("--accept", default="", metavar="NAME,NAME", help=words)
     options = parser.parse_args(argv)
-    source = Path(options.source).expanduser()
-    weights = MegatronWeights(source, options.keys, set(options.accept.split(",")))
-    import_weights(weights, options.target, options.dtype)
+    source = open_megatron(Path(options.source).expanduser(), options.keys, set(options.accept.split(",")))
+    import_weights(source, options.target, options.dtype)
 
 
-class MegatronWeights:
-    """A checkpoint of Megatron's with the read interface of `Weights`; every tensor has the one kind "param".
+def open_megatron(folder: Path, keys: list[str], accepted: set[str]) -> Source:
+    """Open a checkpoint of Megatron's, or the newest in a folder. Raises ValueError.
 
     keys: of `model`, as a command line has them. accepted: unknown arguments that do not change the network.
-    Attributes: path, model, precision and note, as `import_weights.Source` has them. Raises ValueError.
     """
+    reader = Reader(find(folder))
+    weights = {name for name in reader.names() if not name.startswith(NOT_WEIGHTS)}
+    model, erf = model_of(reader, weights, keys, accepted)
+    shapes = hf.global_shapes(model)
+    places = {name: place_of(name, weights, reader) for name in shapes}
+    for name in sorted(weights - {place for place, _ in places.values()}):
+        why = f"holds {name} {list(reader.shape(name))}, which minitron's {model.family} does not have"
+        raise ValueError(f"{reader.path} {why}; only dense GPT and Llama models can be converted")
+    found = reduce(torch.promote_types, (reader.dtype(place) for place, _ in places.values()))
+    if found not in NAMES:
+        raise ValueError(f"{reader.path} holds weights in {found}, none of {', '.join(DTYPES)}; convert them first")
+    notes = ["bias_gelu_fusion was off, so its GELU was the exact one; minitron's is the tanh form, 1e-4 away"] * erf
+    if (left := len(reader.names()) - len(weights)) or reader.others:
+        notes.append(f"left out: {left} tensors of the optimizer, {len(reader.others)} objects")
 
-    def __init__(self, source: Path, keys: list[str], accepted: set[str]):
-        self._reader = reader = Reader(find(source))
-        self.path = reader.path
-        weights = {name for name in reader.names() if not name.startswith(NOT_WEIGHTS)}
-        self.model, erf = model_of(reader, weights, keys, accepted)
-        self._shapes = hf.global_shapes(self.model)
-        self._places = {name: place_of(name, weights, reader) for name in self._shapes}
-        for name in sorted(weights - {place for place, _ in self._places.values()}):
-            why = f"holds {name} {list(reader.shape(name))}, which minitron's {self.model.family} does not have"
-            raise ValueError(f"{reader.path} {why}; only dense GPT and Llama models can be converted")
-        found = reduce(torch.promote_types, (reader.dtype(place) for place, _ in self._places.values()))
-        if found not in NAMES:
-            raise ValueError(f"{reader.path} holds weights in {found}, none of {', '.join(DTYPES)}; convert them first")
-        self.precision = NAMES[found]
-        notes = [
-            "bias_gelu_fusion was off, so its GELU was the exact one; minitron's is the tanh form, 1e-4 away"
-        ] * erf
-        if (left := len(reader.names()) - len(weights)) or reader.others:
-            notes.append(f"left out: {left} tensors of the optimizer, {len(reader.others)} objects")
-        self.note = "; ".join(notes)
-        self._whole = lru_cache(1)(self._arranged)  # rows are in another order, so a block needs the whole tensor
+    @lru_cache(1)  # rows are in another order, so a block needs the whole tensor
+    def whole(name: str) -> Tensor:
+        place, row = places[name]
+        return arranged(reader.read(place, row), name, shapes[name], model, f"{reader.path}: {place}")
 
-    def names(self) -> list[str]:
-        return list(self._shapes)
+    def read(name: str, kind: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        return whole(name)[tuple(slice(first, first + size) for first, size in zip(start, shape))]
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
-
-    def read(self, name: str, kind: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """Read the box [start, start + shape) of a tensor."""
-        return self._whole(name)[tuple(slice(first, first + size) for first, size in zip(start, shape))]
-
-    def _arranged(self, name: str) -> Tensor:
-        place, row = self._places[name]
-        origin = f"{self.path}: {place}"
-        return arranged(self._reader.read(place, row), name, self._shapes[name], self.model, origin)
+    return Source(model, NAMES[found], "; ".join(notes), read)
 
 
 def find(source: Path) -> Path:
@@ -189,7 +136,7 @@ def find(source: Path) -> Path:
 
 
 def model_of(reader: Reader, weights: set[str], keys: list[str], accepted: set[str]) -> tuple[ModelConfig, bool]:
-    """Read the model from tensors, arguments and keys, each winning over the one before. Raises ValueError.
+    """Read the model from tensors, arguments and keys; the later one wins. Raises ValueError.
 
     The second value: whether its GELU was computed by erf, as Megatron does without its fused kernel.
     """
@@ -207,12 +154,15 @@ def model_of(reader: Reader, weights: set[str], keys: list[str], accepted: set[s
     rows, hidden = reader.shape(words)
     gpt = REST["head.norm.bias"] in weights
     vocab = args.get("vocab_size")
+    if vocab is not None and not (type(vocab) is int and 0 < vocab <= rows):
+        why = f"its argument vocab_size={short(repr(vocab))} is no number of the {rows} rows of {words}"
+        raise ValueError(f"{reader.path}: {why}; copy the files of one checkpoint")
     model = {
         "family": "gpt" if gpt else "llama",
         "num_layers": layers,
         "hidden_size": hidden,
         "ffn_hidden_size": reader.shape(stacked if stacked in weights else single)[-1],
-        "vocab_size": vocab if isinstance(vocab, int) and 0 < vocab <= rows else rows,
+        "vocab_size": rows if vocab is None else vocab,
         "tie_embeddings": REST["head.weight"] not in weights,
         "positions": "learned" if REST["embedding.positions"] in weights else "rope",
     }
@@ -220,21 +170,24 @@ def model_of(reader: Reader, weights: set[str], keys: list[str], accepted: set[s
         model["max_positions"] = reader.shape(REST["embedding.positions"])[0]
     args = {"norm_epsilon": args.get("layernorm_epsilon")} | args  # its older name
     check_arguments(reader, args, FIXED | fitting(model, args), accepted)
-    if "num_attention_heads" in args:
-        grouped = args.get("group_query_attention", False)
-        model |= {"num_heads": args["num_attention_heads"]}
-        model |= {"num_kv_heads": args.get("num_query_groups") if grouped else None}
-        given = {"norm_eps": "norm_epsilon", "rope_theta": "rotary_base", "max_positions": "max_position_embeddings"}
-        model |= {key: args[name] for key, name in given.items() if args.get(name) is not None and key not in model}
+    if args.get("num_attention_heads") is not None:
+        given = {"num_heads": "num_attention_heads", "norm_eps": "norm_epsilon", "rope_theta": "rotary_base"}
+        given |= {"num_kv_heads": "num_query_groups"} if args.get("group_query_attention") else {}
+        given |= {} if "max_positions" in model else {"max_positions": "max_position_embeddings"}
+        given |= {"rope_scaling": "rope_scaling_factor"} if args.get("use_rope_scaling") else {}
+        numbers = {key: args[name] for key, name in given.items() if args.get(name) is not None}
+        for key, value in numbers.items():
+            if not isinstance(value, int | float):
+                why = f"its argument {given[key]}={short(repr(value))} is no number"
+                raise ValueError(f"{reader.path}: {why}; copy the files of one checkpoint")
+        model |= {"num_kv_heads": None} | numbers
         if args.get("use_rope_scaling"):
-            model["rope_scaling"] = {"factor": float(args.get("rope_scaling_factor", 8.0))}
+            model["rope_scaling"] = {"factor": numbers.get("rope_scaling", 8.0)}
     elif not any("num_heads" in key or "=" not in key for key in keys):
         fix = "say model.num_heads=N, and as far as they differ from the defaults model.num_kv_heads, model.rope_theta"
         raise ValueError(f"{reader.path} has no arguments of a run{why}; {fix}, model.norm_eps, model.max_positions")
     elif why:
         print(f"note: the keys alone describe the model, since the run's arguments cannot be read{printable(why)}")
-    if "rope_theta" in model:
-        model["rope_theta"] = float(model["rope_theta"])
     cfg = cli.load([*keys, "train.seq_len=1"], ({"model": model}, str(reader.path)))
     rules.check(cfg, world=1)
     return cfg.model, gpt and args.get("bias_gelu_fusion", True) is False

@@ -238,7 +238,7 @@ class FolderReader:
         self.index = self.path / "config.json"
         settings = _json(self.index)
         self.model = model_config(settings, str(self.index), vocab_multiple)
-        self.config, self.dropout = {"model": asdict(self.model)}, dropout_of(settings)
+        self.dropout = dropout_of(settings)
         self._map, self._shapes, self._means = tensor_map(self.model), global_shapes(self.model), {}
         fmt = FORMATS[settings["model_type"]]
         self._places = _find_tensors(self.path)
@@ -248,6 +248,7 @@ class FolderReader:
                 for name, place in self._places.items()
             }
         self._check(fmt)
+        self.config = {"model": asdict(self.model), "precision": {"dtype": self.precision}, "data": {}}
 
     def names(self) -> list[str]:
         """List the global names of all tensors."""
@@ -393,12 +394,12 @@ def _headers(path: Path) -> dict[str, Place]:
 
 
 def _json(path: Path) -> dict:
-    try:
+    fix = "name the folder of a model"
+    with (
+        errors_as(CheckpointError, lambda e: f"{path} cannot be read ({e.strerror}); {fix}", OSError),
+        errors_as(CheckpointError, lambda error: f"{path} is not JSON ({error}); copy it again", ValueError),
+    ):
         content = read_json(path)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror}); name the folder of a model") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON ({error}); copy it again") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds no JSON object; copy it again")
     return content

@@ -20,13 +20,12 @@ import os
 import shutil
 from pathlib import Path
 
-from minitron.checkpoint.format import CheckpointError
 from minitron.checkpoint.reader import Reader
+from minitron.checkpoint.weights import Weights, base_of, config_of
 from minitron.config.files import read_json, write_json
 from minitron.data.sft import HEADER
 from minitron.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from minitron.interop.tokenizers import TiktokenTokenizer, _printable_bytes, load_tokenizer
-from minitron.interop.weights import Weights
 
 KEPT = "tokenizer"  # folder beside an imported checkpoint
 GENERATION = "generation_config.json"
@@ -44,32 +43,39 @@ CHAT_TEMPLATE = (
 
 def keep(source: Path, folder: Path) -> None:
     """Copy the tokenizer and its ids from a Hugging Face folder to folder/tokenizer, if there are any."""
-    (folder / KEPT).mkdir()
-    copy_files(source, folder / KEPT)
-    if not (folder / KEPT / GENERATION).exists():
+    kept = folder / KEPT
+    kept.mkdir()
+    if not copy_files(source, kept):
         settings = dict(read_json(source / "config.json"))
-        ids = {f"{name}_token_id": settings.get(f"{name}_token_id") for name in ("bos", "eos", "pad")}
-        if any(value is not None for value in ids.values()):
-            write_json(folder / KEPT / GENERATION, {key: value for key, value in ids.items() if value is not None})
-    if not any((folder / KEPT).iterdir()):
-        (folder / KEPT).rmdir()
+        write_ids(kept, {key: settings.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")})
+    if not any(kept.iterdir()):
+        kept.rmdir()
 
 
-def copy_files(source: Path, folder: Path) -> None:
-    """Copy those of FILES that there are."""
+def copy_files(source: Path, folder: Path) -> dict:
+    """Copy those of FILES that exist. Returns the content of generation_config.json; {} if there is none."""
     for name in FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
+    return dict(read_json(folder / GENERATION)) if (folder / GENERATION).exists() else {}
+
+
+def write_ids(folder: Path, ids: dict) -> dict:
+    """Write and return what generation_config.json holds of these ids: those that are not None."""
+    ids = {key: value for key, value in ids.items() if value is not None}
+    if ids:
+        write_json(folder / GENERATION, ids)
+    return ids
 
 
 def write_tokenizer(folder: Path, reader: Weights, vocab_size: int, spec: str | None) -> tuple[dict, str]:
-    """Write tokenizer files and generation_config.json; returns the latter and what to say of the former.
+    """Write tokenizer files and generation_config.json. Returns the ids of the latter, and a note on the former.
 
-    spec: --tokenizer, None for that of the run. Raises ValueError if the former cannot be had; the latter is left out.
+    spec: --tokenizer, None for the run's own. Raises ValueError if a spec's tokenizer cannot be read; the run's own is
+    then left out.
     """
-    data = reader.config.get("data", {})
-    finetuned = reader.config.get("finetune", {}).get("kind") is not None
-    named = spec or data.get("tokenizer", "corpus")
+    cfg = config_of(reader)
+    finetuned, named = cfg.finetune.kind is not None, spec or cfg.data.tokenizer
     own, why = None, f"{named} is no tokenizer that transformers has"
     if named != "corpus":
         try:
@@ -82,8 +88,7 @@ def write_tokenizer(folder: Path, reader: Weights, vocab_size: int, spec: str | 
             own, why = None, str(error)
     kept = None if spec is not None else find_kept(reader)
     if kept is not None and (own is None or same_ids(kept, own)):
-        copy_files(kept, folder)
-        ids = dict(read_json(folder / GENERATION)) if (folder / GENERATION).exists() else {}
+        ids = copy_files(kept, folder)
         if any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
             return ids, f"with the tokenizer of {kept.parent if kept.name == KEPT else kept}"
         return ids, "without a tokenizer, of which the source had none; copy its files there"
@@ -94,9 +99,7 @@ def write_tokenizer(folder: Path, reader: Weights, vocab_size: int, spec: str | 
     kind, _, path = named.partition(":")
     path = Path(os.path.expanduser(path))
     if kind == "hf":
-        copy_files(path, folder)
-        if (folder / GENERATION).exists():
-            ids = dict(read_json(folder / GENERATION))
+        ids = copy_files(path, folder) or ids
     elif isinstance(own, TiktokenTokenizer):
         write_json(folder / "tokenizer.json", tokenizer_json(own, own.bos if finetuned else None))
         write_settings(folder, own, "PreTrainedTokenizerFast", CHAT_TEMPLATE if chat is not None else None)
@@ -104,32 +107,26 @@ def write_tokenizer(folder: Path, reader: Weights, vocab_size: int, spec: str | 
         shutil.copyfile(path, folder / "tokenizer.model")
         more = {"legacy": False, "add_bos_token": finetuned, "unk_token": "<unk>", "add_prefix_space": own.space_first}
         write_settings(folder, own, "LlamaTokenizer", None, **more)
-    ids = {key: value for key, value in ids.items() if value is not None}
-    write_json(folder / GENERATION, ids)
-    return (
-        ids,
-        f"with the tokenizer {named}" if kind != "bytes" else "without a tokenizer: transformers has none of bytes",
-    )
+    words = f"with the tokenizer {named}" if kind != "bytes" else "without a tokenizer: transformers has none of bytes"
+    return write_ids(folder, ids), words
 
 
 def find_kept(reader: Weights) -> Path | None:
-    """Return the folder with the source's tokenizer files; None if the weights came from none, or it is gone."""
-    config, path = reader.config, reader.path
+    """Return the folder with the source's tokenizer files; None if the weights have no such source, or it was moved."""
     for _ in range(8):  # runs upon runs
-        for folder in (path / KEPT, path.parent / KEPT):
+        for folder in (reader.path / KEPT, reader.path.parent / KEPT):
             if folder.is_dir():
                 return folder
-        base = config.get("finetune", {}).get("base") or config.get("checkpoint", {}).get("load")
-        if base is None:
-            return None
-        path = Path(os.path.expanduser(base))
-        if (path / "config.json").exists():
-            return path
         try:
-            following = Reader(path)
-        except CheckpointError:
+            base = base_of(config_of(reader))
+            if base is None:
+                return None
+            path = Path(os.path.expanduser(base))
+            if (path / "config.json").exists():
+                return path
+            reader = Reader(path)
+        except ValueError:
             return None
-        config, path = following.config, following.path
     return None
 
 

@@ -1,22 +1,23 @@
 """Import weights of another format: a checkpoint of iteration 0, and beside it the model.yaml of a run that trains it.
 
-Formats differ in names, in the order of rows and in what describes the model. The reader of a format hides that: it
-returns the model, the number format of the weights, and boxes of tensors under minitron's names.
+Formats differ in names, in the order of rows and in what describes the model. A `Source` hides that: it has the
+model, the number format of the weights, and reads boxes of tensors under minitron's names.
 
-    convert_hf.py        FolderReader       hf.py                 reads the rows of a block
-    convert_megatron.py  MegatronWeights    convert_megatron.py   reads and rearranges one tensor at a time
+    convert_hf.py         a Hugging Face folder    reads the rows of a block
+    convert_megatron.py   open_megatron            reads and rearranges one tensor at a time
 
 The checkpoint appears whole or not at all: it is written below a temporary name (`config.command.new_folder`).
 """
 
 from __future__ import annotations
 
+import argparse
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, TypeVar
 
 import yaml
 from torch import Tensor
@@ -25,28 +26,37 @@ from tqdm import tqdm
 from minitron.checkpoint.boxes import TensorShard, row_blocks
 from minitron.checkpoint.directory import begin, commit
 from minitron.checkpoint.format import describe, index_bytes, index_tensors, write_shard
-from minitron.config.command import new_folder
+from minitron.config.command import new_folder, new_path
 from minitron.config.schema import Config, ModelConfig, PrecisionConfig
 from minitron.config.text import printable
+from minitron.interop import hf
 from minitron.kernels.gemm import DTYPES
 
-FILE_BYTES = 2 << 30  # at which the next file of a checkpoint begins
+FILE_BYTES = 2 << 30  # the most that a file of a checkpoint holds
 BLOCK_VALUES = 1 << 26  # of a tensor, read at a time: 256 MB in float32
+Item = TypeVar("Item")
 
 
-class Source(Protocol):
-    """Weights to import. precision: the format, of DTYPES, that holds all of them exactly. note: a line to print."""
+class Source(NamedTuple):
+    """Weights to import: the tensors of `hf.global_shapes(model)`.
+
+    precision: the format, of DTYPES, that holds all of them exactly. note: a line to print, or "".
+    read(name, "param", start, shape) -> the box [start, start + shape) of a tensor.
+    """
 
     model: ModelConfig
     precision: str
     note: str
+    read: Callable[[str, str, tuple[int, ...], tuple[int, ...]], Tensor]
 
-    def names(self) -> list[str]: ...
 
-    def shape(self, name: str) -> tuple[int, ...]: ...
-
-    def read(self, name: str, kind: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """Read the box [start, start + shape) of a tensor; the kind is "param"."""
+def add_arguments(command: argparse.ArgumentParser, source: str, help: str) -> None:
+    """Add what each command has that imports: the source, which has this name and help, the target, the format."""
+    command.add_argument("source", metavar=source, help=help)
+    words = "new; gets the checkpoint and model.yaml"
+    command.add_argument("target", type=new_path, metavar="CHECKPOINT_DIR", help=words)
+    words = "number format of the weights (as the source has them)"
+    command.add_argument("--dtype", choices=DTYPES, help=words)
 
 
 def import_weights(
@@ -57,14 +67,15 @@ def import_weights(
     dtype: of DTYPES; None: that of the source. finish(folder) adds more files. Raises ValueError.
     """
     dtype = dtype or source.precision
-    values = sum(prod(source.shape(name)) for name in source.names())
+    shapes = hf.global_shapes(source.model)
+    values = sum(map(prod, shapes.values()))
     with new_folder(target) as folder, tqdm(total=values, unit=" weights", unit_scale=True, desc="importing") as bar:
 
         def pieces() -> Iterator[TensorShard]:
-            for name in source.names():
-                for start, shape in row_blocks(source.shape(name), BLOCK_VALUES):
+            for name, whole in shapes.items():
+                for start, shape in row_blocks(whole, BLOCK_VALUES):
                     tensor = source.read(name, "param", start, shape).to(DTYPES[dtype])
-                    yield TensorShard(name, "param", source.shape(name), start, tensor)
+                    yield TensorShard(name, "param", whole, start, tensor)
                     bar.update(tensor.numel())
 
         write_checkpoint(folder, asdict(Config(model=source.model, precision=PrecisionConfig(dtype))), pieces())
@@ -82,7 +93,7 @@ def import_weights(
 def write_checkpoint(
     directory: Path, config: dict[str, Any], pieces: Iterable[TensorShard], iteration: int = 0
 ) -> None:
-    """Write a checkpoint of weights from one process, in files of about FILE_BYTES. Raises CheckpointError.
+    """Write a checkpoint of weights from one process, in files of up to FILE_BYTES. Raises CheckpointError.
 
     config: a whole Config as a dict. After an error nothing of it is left in `directory`.
     """
@@ -90,7 +101,7 @@ def write_checkpoint(
     about = {"iteration": iteration, "consumed_samples": 0, "config": config, "state": {}, "layout": layout}
     temporary, files, described = begin(directory, iteration, 0), {}, []
     try:
-        for group in _by_file(pieces):
+        for group in in_files(pieces, lambda piece: piece.tensor.nbytes, FILE_BYTES):
             name = f"part_{len(files):05d}.safetensors"
             files |= write_shard(temporary / name, group)
             described.append(describe(name, group))
@@ -99,15 +110,15 @@ def write_checkpoint(
         shutil.rmtree(temporary, ignore_errors=True)  # it has another name if it was committed
 
 
-def _by_file(pieces: Iterable[TensorShard]) -> Iterator[list[TensorShard]]:
-    """Group pieces, in their order, into lists of FILE_BYTES or slightly more."""
-    group: list[TensorShard] = []
-    size = 0
-    for piece in pieces:
-        group.append(piece)
-        size += piece.tensor.nbytes
-        if size >= FILE_BYTES:
+def in_files(items: Iterable[Item], size_of: Callable[[Item], int], most: int) -> Iterator[list[Item]]:
+    """Group items, in their order, into files of at most `most` bytes, or of one item."""
+    group: list[Item] = []
+    used = 0
+    for item in items:
+        if group and used + size_of(item) > most:
             yield group
-            group, size = [], 0
+            group, used = [], 0
+        group.append(item)
+        used += size_of(item)
     if group:
         yield group

@@ -9,8 +9,8 @@
     hf:DIR              DIR/tokenizer.json, and tokenizer_config.json beside it         all ids, its eos_token
 
 Byte-pair encoding in three lines: a regular expression splits the text into words; a word starts as its bytes; the
-neighbouring pair whose concatenation has the lowest rank is joined, until none is left.  So a token's rank is both its
-id and its priority, and one table says everything:
+neighbouring pair whose concatenation has the lowest rank is joined, until no pair has one. So a token's rank is both
+its id and its priority, and one table holds both:
 
     ranks  b"a" 0  b"b" 1  b"ab" 2  b"abab" 3        "abab" -> a b a b -> ab ab -> abab = [3]
 
@@ -18,7 +18,7 @@ The first four kinds read the published files with tiktoken and sentencepiece. `
 Face's own library, the extra `data`, so its ids are those of transformers (but for special tokens: text, as above). A
 damaged or hostile tokenizer.json can abort that library, or let it take all memory: another process tries it first.
 
-Left out: downloads, a beginning-of-text token in pretraining data; chats are sft.py's.
+Left out: downloads, a beginning-of-text token in pretraining data; chats (data/sft.py).
 """
 
 import base64
@@ -194,7 +194,7 @@ def load_llama2(path: Path) -> SentencePieceTokenizer:
 
 
 def load_hf(folder: Path, cache: Cache | None) -> HfTokenizer:
-    """Load DIR/tokenizer.json, after a trial. The files beside it say which token ends a document."""
+    """Load DIR/tokenizer.json, after a trial. The files beside it name the token that ends a document."""
     path = folder / "tokenizer.json"
     if not os.path.isfile(path):
         others = {"tokenizer.model": "llama3:FILE or llama2:FILE", "vocab.json": "gpt2:DIR", "encoder.json": "gpt2:DIR"}
@@ -231,7 +231,7 @@ def _try(text: bytes, end: str, begin: str | None, name: str) -> str:
 
 
 def _load_and_use(end: str, begin: str | None, name: str) -> None:
-    """Be the other process of `_try`: end with one line if the tokenizer.json on stdin is of no use."""
+    """Run in the process that `_try` starts: end with one line if the tokenizer.json on stdin cannot be used."""
     os.environ["RAYON_NUM_THREADS"] = "1"  # the stacks of many threads would count as memory
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (TRIAL_BYTES, TRIAL_BYTES))
@@ -245,7 +245,7 @@ def _load_and_use(end: str, begin: str | None, name: str) -> None:
 
 @contextmanager
 def _library(name: str, what: str, fix: str) -> Iterator[None]:
-    """Turn every error of a library into a ValueError, also a panic of Rust code, which is no Exception."""
+    """Turn every error of a library into a ValueError. A panic of Rust code is one, too, but is no Exception."""
     try:
         yield
     except BaseException as error:
@@ -255,7 +255,7 @@ def _library(name: str, what: str, fix: str) -> Iterator[None]:
 
 
 def hf_settings(folder: Path) -> dict:
-    """Read what a folder's tokenizer_config.json, or else special_tokens_map.json, says; {} without either."""
+    """Read the settings in a folder's special_tokens_map.json and tokenizer_config.json; the latter wins."""
     settings: dict = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if os.path.isfile(folder / name):

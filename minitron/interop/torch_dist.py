@@ -24,7 +24,8 @@ from torch import Tensor
 from minitron.checkpoint.boxes import Box, covers
 from minitron.checkpoint.reader import MAX_COUNT, MAX_DIMS
 from minitron.config.command import limited_memory
-from minitron.config.files import read_bytes, size_of
+from minitron.config.files import errors_as, read_bytes, size_of
+from minitron.config.text import short
 
 METADATA_BYTES = 1 << 30
 MEMORY_BYTES, MEMORY_TIMES = 256 << 20, 64  # that a pickle may take, and for each of its bytes: objects take some 15
@@ -32,23 +33,12 @@ MEMORY_BYTES, MEMORY_TIMES = 256 << 20, 64  # that a pickle may take, and for ea
 UNREADABLE = (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError, MemoryError)
 UNREADABLE += (AttributeError, TypeError, OverflowError)
 CHECKPOINT = {
-    f"torch.distributed.checkpoint.{room}" for room in ("metadata", "filesystem", "planner", "default_planner")
+    f"torch.distributed.checkpoint.{name}" for name in ("metadata", "filesystem", "planner", "default_planner")
 }
 KNOWN = {
-    "Metadata",
-    "TensorStorageMetadata",
-    "BytesStorageMetadata",
-    "ChunkStorageMetadata",
-    "TensorProperties",
-    "MetadataIndex",
-    "StorageMeta",
-    "_MEM_FORMAT_ENCODING",
-    "_StorageInfo",
-    "SavePlan",
-    "WriteItem",
-    "WriteItemType",
-    "TensorWriteData",
-    "BytesIOWriteData",
+    *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
+    *("MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING", "_StorageInfo", "SavePlan"),
+    *("WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
 }
 # What arguments hold beside numbers and texts: enumerations, paths, the signal that ends a run.
 OTHERS = {
@@ -98,12 +88,12 @@ class _Unpickler(pickle.Unpickler):
 
 def unpickle(data: bytes, origin: str) -> Any:
     """Follow a pickle without running anything. Raises ValueError, also for a damaged one."""
-    try:
-        with limited_memory(MEMORY_BYTES + MEMORY_TIMES * len(data)):  # seven bytes may ask for a table of gigabytes
-            return _Unpickler(io.BytesIO(data)).load()
-    except Exception as error:
-        why = " ".join(str(error).split())
-        raise ValueError(f"{origin} is refused: {why or repr(error)}; give a checkpoint that Megatron wrote") from error
+    fix = "give a checkpoint that Megatron wrote"
+    with (
+        errors_as(ValueError, lambda e: f"{origin} is refused: {short(e) or repr(e)}; {fix}", Exception),
+        limited_memory(MEMORY_BYTES + MEMORY_TIMES * len(data)),  # seven bytes may ask for a table of gigabytes
+    ):
+        return _Unpickler(io.BytesIO(data)).load()
 
 
 class Reader:
@@ -112,8 +102,13 @@ class Reader:
     def __init__(self, folder: Path):
         self.path = folder
         origin = folder / ".metadata"
-        whole = unpickle(_read(origin), str(origin))
-        try:
+        fix = "name a folder of Megatron's, iter_..."
+        with errors_as(ValueError, lambda e: f"{origin} cannot be read ({e.strerror}); {fix}", OSError):
+            data = read_bytes(origin, METADATA_BYTES)
+        whole = unpickle(data, str(origin))
+        why = f"{origin} is no index of a torch_dist checkpoint"
+        kinds = AttributeError, TypeError, KeyError, IndexError
+        with errors_as(ValueError, lambda error: f"{why} ({error!r:.200}); copy it again", *kinds):
             self._tensors = {
                 name: entry
                 for name, entry in whole.state_dict_metadata.items()
@@ -128,9 +123,6 @@ class Reader:
             for name in self._tensors:
                 self._check(name)
             self._check_bytes()
-        except (AttributeError, TypeError, KeyError, IndexError) as error:
-            why = f"{error!r:.200}"
-            raise ValueError(f"{origin} is no index of a torch_dist checkpoint ({why}); copy it again") from error
 
     def names(self) -> list[str]:
         return list(self._tensors)
@@ -158,15 +150,14 @@ class Reader:
         path = self.path / "common.pt"
         if not path.exists():
             return {}
-        try:
+        kinds = zipfile.BadZipFile, ValueError, OSError, NotImplementedError, RuntimeError
+        with errors_as(ValueError, lambda error: f"{path} cannot be read ({error}); copy it again", *kinds):
             size = size_of(path)
             with zipfile.ZipFile(path) as file:
                 (name,) = [name for name in file.namelist() if name.endswith("/data.pkl")]
                 if file.getinfo(name).file_size > size:
                     raise ValueError(f"{name} is compressed, which torch.save does not do")
                 data = file.read(name)
-        except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError, RuntimeError) as error:
-            raise ValueError(f"{path} cannot be read ({error}); copy it again") from error
         content = unpickle(data, str(path))
         args = content.get("args") if isinstance(content, dict) else None
         if not isinstance(args, Record | None):
@@ -205,25 +196,16 @@ class Reader:
             raise ValueError(f"{self.path}/.metadata names {file_name}, which is not beside it; copy it again")
         if getattr(info, "transform_descriptors", None):
             raise ValueError(f"{path} is compressed; save it without stream extensions")
-        try:
+        line = "{}: {} cannot be read ({}); copy the file again"
+        with errors_as(ValueError, lambda error: line.format(path, name, short(error)), *UNREADABLE):
             size_of(path)
             with open(path, "rb") as file:
                 file.seek(info.offset)
                 data = file.read(info.length)
             with limited_memory(MEMORY_BYTES + 2 * len(data)):
                 tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except UNREADABLE as error:
-            why = " ".join(str(error).split())[:200]
-            raise ValueError(f"{path}: {name} cannot be read ({why}); copy the file again") from error
         dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
         if not dense or tensor.is_nested or (tensor.dtype, tuple(tensor.shape)) != (self.dtype(name), size):
             why = "is no tensor of the number format and shape that .metadata says"
             raise ValueError(f"{path}: {name} {why}; copy the files of one checkpoint")
         return tensor
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return read_bytes(path, METADATA_BYTES)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror}); name a folder of Megatron's, iter_...") from error

@@ -2,7 +2,7 @@
 
 Problem: a LoRA checkpoint holds adapters alone, a thousandth of the model, and is useless with other weights than those
 it was trained with. The idea: it records their path and a fingerprint of their values.
-`open_weights` reads a model from a Hugging Face folder, a checkpoint, or a LoRA checkpoint through one interface.
+`open_weights` opens a model from a Hugging Face folder, a checkpoint, or a LoRA checkpoint through one interface.
 
     open_weights("runs/lora").read("blocks.0.attention.qkv.weight", ...)       W + alpha/r B A, computed box by box
 """
@@ -31,8 +31,8 @@ def open_weights(
 ) -> Weights:
     """Open the model in a folder, with the read interface of `reader.Reader`.
 
-    base: where an adapter's weights are now, None: at the path that its checkpoint records. vocab_multiple: how a
-    Hugging Face folder's vocabulary is padded. key: what named the folder, for errors. Raises CheckpointError.
+    base: the folder of an adapter's weights; None: the path that its checkpoint records. vocab_multiple: how a Hugging
+    Face folder's vocabulary is padded. key: what named the folder, for errors. Raises CheckpointError.
     """
     folder = Path(os.path.expanduser(path))
     with disk_errors(folder):
@@ -40,14 +40,14 @@ def open_weights(
     if not foreign and not own and newest(folder) is None:
         raise CheckpointError(f"{key}{folder} holds no weights; name a Hugging Face folder or a minitron checkpoint")
     reader = hf.FolderReader(folder, vocab_multiple) if foreign else Reader(folder)
-    if reader.config.get("finetune", {}).get("kind") != "lora":
+    cfg = config_of(reader)
+    if cfg.finetune.kind != "lora":
         if base is not None:
             raise CheckpointError(f"base={base} is for adapters, and {folder} holds a whole model; leave it out")
         return reader
-    cfg = config_of(reader)
     base = base or base_of(cfg)
     if base is None:
-        raise CheckpointError(f"{reader.path} holds an adapter and does not say of which weights; name their folder")
+        raise CheckpointError(f"{reader.path} holds an adapter and no path of its weights; name their folder")
     key = f"the base of the adapter in {reader.path}: "
     return MergedAdapter(reader, cfg, open_weights(base, vocab_multiple=cfg.model.vocab_multiple, key=key))
 

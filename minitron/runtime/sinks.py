@@ -41,9 +41,9 @@ FULL = errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ENOTCONN, errn
 
 
 def append_to(path: Path) -> io.FileIO:
-    """Open a file to append to it, and make its folder if it is missing. Raises OSError."""
+    """Open a file to append to it, and make its folder if it is missing. Raises OSError, also for an unread pipe."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    return open(path, "ab", buffering=0)
+    return open(path, "ab", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK, 0o666))
 
 
 class File:

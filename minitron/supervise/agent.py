@@ -8,6 +8,7 @@ process.
     supervisor -> agent        {"ranks": [{"RANK": "6", ...}, {"RANK": "7", ...}]}      start these
     agent -> supervisor        {"group": 4711}                                 their process group, to signal or kill
     a rank -> supervisor       {"rank": 1, "said": "RuntimeError: ..."}        why it ends, if Python raised an error
+    agent -> supervisor        {"rank": "agent", "said": "..."}                why it ends itself
     agent -> supervisor        {"rank": 1, "status": 1}                        how it ended; -9: killed by signal 9
 
 The messages are packets of a socket pair; the agent kills its ranks when the supervisor's end closes.
@@ -119,11 +120,20 @@ def main() -> None:
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
     del handlers[signal.SIGUSR1]  # ignoring it again would drop a pending one
     set_defaults(os.environ)
+    missing = ""
     if preload:
-        for module in preload, "torch.fx.experimental.symbolic_shapes":  # the first backward imports it, with sympy
-            import_module(module)
+        try:
+            for module in preload, "torch.fx.experimental.symbolic_shapes":  # the first backward imports it, with sympy
+                import_module(module)
+        except ModuleNotFoundError as error:
+            if not f"{preload}.".startswith(f"{error.name}."):
+                raise
+            missing = f"--preload={preload} is no module here; correct it"
         gc.freeze()  # no collection writes to pages that the ranks share
     while message := wire.recv(1 << 20):
+        if missing:
+            send(wire, rank="agent", said=missing)
+            sys.exit(1)
         local: dict[int, int] = {}
         group = 0
         for rank, variables in enumerate(json.loads(message)["ranks"]):

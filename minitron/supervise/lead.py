@@ -25,6 +25,7 @@ enough others, since a full disk may be the same for all.
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import signal
@@ -65,6 +66,7 @@ START |= {"stopped": 0.0, "status": 0}
 NODE = {"node": int, "life": str, "host": str, "address": str, "port": int}
 HEARTBEAT = NODE | {name: type(value) for name, value in IDLE.items()} | {"ended": {str: int}, "said": {str: str}}
 ROUND = {name: type(value) for name, value in START.items()} | {"state": {"none", "run", "stop", "end"}}
+ROUND |= {"status": {0, 1, REQUEUE}}
 ROUND |= {"nodes": [NODE], "parts": {str: float}, "failures": [(int | None, str | None)], "excluded": [str]}
 
 
@@ -85,7 +87,7 @@ class Leader:
     def read(self, name: str, form: dict) -> dict | None:
         """Read a file of `write_json_atomically`; None if there is none.
 
-        A machine that loses its power can leave an empty or torn file. What was read before counts then.
+        A machine that loses its power can leave an empty or torn file. Then the last good value is returned.
         """
         value = None
         try:
@@ -94,6 +96,9 @@ class Leader:
             return None
         except ValueError:
             pass
+        except OSError as error:
+            if error.errno not in (errno.EISDIR, errno.EINVAL):  # a folder, a pipe: no disk that comes back
+                raise
         if matches(value, form):
             self.known[name] = value
         else:
@@ -153,8 +158,8 @@ class Leader:
         after = None if decide is None else decide(round_, alive, usable)
         if after is not None:
             if more := [host for host in after["excluded"] if host not in round_["excluded"]]:
-                with suppress(OSError), open(self.args.dir / "excluded_nodes", "a") as file:
-                    file.writelines(f"{host}\n" for host in more)
+                with suppress(OSError), closing(File(self.args.dir / "excluded_nodes")) as file:
+                    file.write("".join(f"{host}\n" for host in more))
             write_json_atomically(self.folder / "round.json", after, durable=True)
             if after["state"] == "run":
                 self.say(f"round {after['number']} on {', '.join(node['host'] for node in after['nodes'])}")

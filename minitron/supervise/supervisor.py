@@ -37,6 +37,7 @@ import argparse
 import json
 import math
 import os
+import re
 import signal
 import socket
 import sys
@@ -50,7 +51,7 @@ from time import monotonic
 
 from minitron.config.cli import user_errors
 from minitron.config.command import Parser
-from minitron.config.files import errors_as
+from minitron.config.files import errors_as, size_of
 from minitron.runtime.signals import SIGNALS
 from minitron.runtime.status import BROKEN
 from minitron.supervise.agent import Agent
@@ -72,6 +73,9 @@ class Supervisor:
         self.args, self.folder = args, (args.rounds or args.dir / "rounds") / args.id
         with errors_as(ValueError, lambda error: f"{error}; name another --dir or --rounds", OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
+            for name in ("round.json", f"node-{args.node}.json"):
+                with suppress(FileNotFoundError):
+                    size_of(self.folder / name)  # what is no file could not be read or replaced
         self.agent, self.health = Agent(args.command, args.preload), Health(args.dir, args.dead_seconds / 2)
         here = {"node": args.node, "life": uuid.uuid4().hex, "host": args.host, "address": args.address}
         self.heartbeat: dict = here | {"port": args.port, "count": 0} | IDLE
@@ -271,6 +275,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         low, high = least.get(name, 0), most.get(name, 1_000_000_000)
         if isinstance(value, (int, float)) and not low <= value <= high:
             raise ValueError(f"--{name.replace('_', '-')}={value} must be from {low} to {high}")
+    if not re.fullmatch(r"[\w.-]*\w[\w.-]*", args.id):
+        raise ValueError(f"--id={args.id} is no name of a folder; use letters, digits, '-', '_' and '.'")
     return args
 
 

@@ -315,6 +315,11 @@ def test_the_command_of_the_readme_is_the_documents_job():
             "workload.gcsVolumeAttributes is set without a bucket",
         ),
         ({"workload__serviceAccount": "Mine"}, "/workload/serviceAccount"),
+        *(
+            ({f"workload__{name}": "null"}, name)
+            for name in ("gpus", "gpusPerNode", "restarts", "sharedMemory", "user")
+        ),
+        ({"network": "null"}, "network"),
         ({"workload__arguments": "{--steps}"}, "/workload/arguments/0"),
         ({"workload__arguments": "{train.stepz=5}"}, "unknown key train.stepz in config or workload.arguments; python"),
         (

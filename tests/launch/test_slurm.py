@@ -666,7 +666,7 @@ exit 3
 class Stubs:
     """The shell of a job with stubs in place of Slurm's commands: `srun` runs the text of ranks in log.dir."""
 
-    def __init__(self, folder: Path, ranks: str, scancel: str = "", restarts: int = 0, extra: str = ""):
+    def __init__(self, folder: Path, ranks: str, scancel: str = "", restarts: int = 0, extra: str = "", output="out"):
         self.folder, self.run, self.output = folder, folder / "run", folder / "said"
         texts = {"srun": f"cd {self.run}\n{ranks}", "scancel": scancel, "scontrol": 'echo "scontrol $*"'}
         for name, text in texts.items():
@@ -675,7 +675,7 @@ class Stubs:
         job = (
             "set -euo pipefail; source launch/stage.sh; source launch/job.sh; precision=() nodes=1 gpus=1\n"
             f"SPARE_NODES=0 RESTARTS={restarts} checkpoint_every=0\n"
-            'run_job name minitron.finetune "$STAGE_PATH/run" "$STAGE_PATH/out"\n'
+            'run_job name minitron.finetune "$STAGE_PATH/run" "$STAGE_PATH/$OUTPUT"\n'
         )
         slurm = {"JOB_ID": "7", "JOB_NUM_NODES": "1", "JOB_NODELIST": "node1"}
         env = os.environ | {f"SLURM_{name}": value for name, value in slurm.items()}
@@ -683,6 +683,7 @@ class Stubs:
             "STAGE_PATH": str(folder),
             "DTYPE": "bf16",
             "EXTRA_ARGS": extra,
+            "OUTPUT": output,
             "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
         }
         with open(self.output, "w") as said:
@@ -721,6 +722,14 @@ def test_a_job_without_a_log_is_refused(tmp_path):
     """Told to stop it would end as if all steps were done, for it reads in log.dir how its ranks have ended."""
     status, said = Stubs(tmp_path, "", extra="log.dir=a log.dir=null").end()
     assert status == 1 and said.startswith("error: log.dir=null in EXTRA_ARGS, and a job reads there how"), said
+
+
+def test_a_folder_whose_name_spans_two_lines_is_refused(tmp_path):
+    (tmp_path / "n\nl").mkdir()
+    status, said = Stubs(tmp_path / "n\nl", "").end()
+    assert status == 1 and said.startswith("error: STAGE_PATH=") and said.count("\n") == 1, said
+    status, said = Stubs(tmp_path, "", output="a\nb").end()
+    assert status == 1 and said.startswith("error: ") and "GSW_VERSION" in said and said.count("\n") == 1, said
 
 
 UNREAD = ["log.dir='/a'", 'log.dir="/a"', 'log={"dir":"/a"}', "log.dir=~", "log.dir=~root/a", 'profile={"kind":"nsys"}']

@@ -529,6 +529,7 @@ def test_garbage_in_the_round_is_skipped_and_counted(leader, tmp_path, capsys):
         *(json.dumps(round_ | {"nodes": [text]}) for text in (1, {}, node | {"port": "a"})),
     ]
     texts += [json.dumps(round_ | {"failures": [[]]}), json.dumps(round_ | {"state": "another"})]
+    texts += [json.dumps(round_ | {"state": "end", "status": status}) for status in (300, -1, 10**30)]
     (tmp_path / "round.json").write_text(texts[0])
     assert leader.round() == START
     write_json_atomically(tmp_path / "round.json", round_)
@@ -548,6 +549,32 @@ def test_garbage_in_the_round_is_skipped_and_counted(leader, tmp_path, capsys):
 def test_rows_of_others_are_no_steps(leader, tmp_path, row, more):
     (tmp_path / "metrics.jsonl").write_text(f'{{"kind": "step", "step": 9}}\n{row}\n{more}{row}\n')
     assert leader.step() == 9
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+@pytest.mark.parametrize("name", ["round.json", "node-0.json"])
+def test_a_file_of_the_supervisor_s_that_is_none_is_refused(tmp_path, capsys, name, make):
+    """It can be neither read nor replaced: the supervisor waited for it as for a disk that is away."""
+    (tmp_path / "rounds" / "a").mkdir(parents=True)
+    make(tmp_path / "rounds" / "a" / name)
+    with pytest.raises(SystemExit):
+        supervisor.main(["--node=0", "--nodes=1", "--ranks=1", f"--dir={tmp_path}", "--id=a", "x"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and name in line
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_a_heartbeat_that_is_no_file_is_skipped(leader, tmp_path, make):
+    make(tmp_path / "node-1.json")
+    assert leader.alive(1) is None and leader.skipped["node-1.json"] == 1
+
+
+def test_reports_into_a_pipe_do_not_stop_the_leader(tmp_path):
+    os.mkfifo(tmp_path / "restarts.jsonl")
+    with Nodes(tmp_path, 1, "--preload", "no.such", command=["rank.py"]) as nodes:
+        assert nodes.end() == [1]
+    said = nodes.said()
+    assert "--preload=no.such" in said and "Traceback" not in said, said
 
 
 def test_garbage_in_all_files_does_not_end_a_run(tmp_path):
@@ -582,6 +609,7 @@ def test_garbage_in_all_files_does_not_end_a_run(tmp_path):
         ("--dead-seconds", "0.5"),  # less than a beat
         ("--dir", "FILE"),
         ("--rounds", "FILE"),
+        *(("--id", value) for value in ("", ".", "..", "/", "a/b", "../a")),
     ],
 )
 def test_a_value_with_which_no_run_starts_is_one_line(tmp_path, capsys, flag, value):

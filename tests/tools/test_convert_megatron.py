@@ -519,6 +519,22 @@ def test_the_newest_iteration_is_a_folder_beside_the_file_that_names_it(tmp_path
     assert "latest_checkpointed_iteration.txt" in error_of(folder, tmp_path / "o")
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"vocab_size": "90"},
+        {"vocab_size": 1000},
+        {"rotary_base": {"a": 1}},
+        {"rotary_base": torch.float32},
+        {"norm_epsilon": [torch.float32]},
+        {"use_rope_scaling": True, "rope_scaling_factor": [8]},
+    ],
+)
+def test_an_argument_that_is_no_number_of_the_model_is_refused(tmp_path, args):
+    *_, name = args
+    assert f"its argument {name}=" in error_of(llama(tmp_path, args=LLAMA | args), tmp_path / "o")
+
+
 def test_arguments_that_cannot_be_read_are_noted_also_where_keys_describe_the_model(tmp_path, capsys):
     folder = llama(tmp_path)
     (folder / "common.pt").write_bytes(b"no zip")

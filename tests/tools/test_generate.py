@@ -14,6 +14,7 @@ from minitron.interop import convert_hf
 from minitron.model.gpt import whole_model
 from minitron.model.init import initialise
 from minitron.testing import assert_close_rel
+from test_checkpoint_format import reindex
 from test_pretrain import TINY, pretrain
 from test_tokenizers import llama3_file  # noqa: F401  (a fixture)
 from tools import generate
@@ -239,3 +240,34 @@ def test_mistakes_are_one_line(tuned, hugging_face, llama3_file, tmp_path):  # n
     with pytest.raises(ValueError, match="is damaged"):
         run(tuned / "run", "--prompt", "a")
     shard.write_bytes(content)
+
+
+def test_a_checkpoint_without_a_part_of_its_index(tmp_path):
+    """A missing section is refused by its name, for generation and for export; a missing key has its default."""
+    assert pretrain("train.steps=1", f"checkpoint.dir={tmp_path}").returncode == 0
+    [step] = tmp_path.glob("step_*")
+    whole = json.loads((step / "index.json").read_text())
+    words = tmp_path, "--tokenizer", "bytes", "--prompt", "a", "--max-tokens", 1, "--cpu"
+
+    def save(config: dict, state: dict = whole["state"]) -> None:
+        reindex(tmp_path, step.name, config=config, state=state)
+
+    def both(match: str) -> None:
+        for command in (lambda: run(*words), lambda: convert_hf.main(["export", str(step), str(tmp_path / "out")])):
+            with pytest.raises(ValueError, match=match):
+                command()
+
+    for missing in ("model", "precision", "data"):
+        save({name: section for name, section in whole["config"].items() if name != missing})
+        both(f"index.json has no config.{missing}")
+    for section, key, value in (("data", "tokenizer", [3]), ("checkpoint", "load", {}), ("finetune", "kind", 3)):
+        save(whole["config"] | {section: whole["config"][section] | {key: value}})
+        both(f"index.json: {section}.{key}=")
+    save(whole["config"] | {"data": {"tokenizer": 3}})
+    with pytest.raises(ValueError, match="'3' is none of bytes"):
+        run(tmp_path, "--prompt", "a", "--cpu")
+    convert_hf.main(["export", str(step), str(tmp_path / "out")])
+    save(whole["config"] | {"precision": {}}, {"data": {"x": 1}})
+    run(*words)
+    with pytest.raises(ValueError, match="does not say which tokenizer"):
+        run(tmp_path, "--prompt", "a", "--cpu")
