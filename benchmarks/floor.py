@@ -121,7 +121,7 @@ def step_work(trainer: Trainer) -> tuple[Counter[Product], Counter[AttentionCall
     products, calls = Counter(), Counter()
     for chunk in trainer.chunks:
         for layer in (m for m in chunk.modules() if isinstance(m, (ParallelLinear, Head))):
-            shape = (rows, *layer.weight.shape, type(layer.linear.gemm) is not Gemm)
+            shape = (rows, *layer.weight.shape, type(layer.op.gemm) is not Gemm)
             products.update({Product("forward", *shape): num_mb, Product("input_grad", *shape): num_mb})
             if layer.weight.requires_grad:
                 products.update({Product("first_weight_grad", *shape): 1, Product("weight_grad", *shape): num_mb - 1})

@@ -172,7 +172,7 @@ def head_in_fp8(cfg: Config, gpus: int) -> dict:
     cast = fp8.Fp8Gemm(fp8_te.TeFp8(), torch.bfloat16, scaling)
 
     def products(gemm: Gemm) -> tuple[Tensor, Tensor]:
-        payload = gemm.quantize(x, columnwise=True, record=True)
+        payload = gemm.quantize(x, columnwise=True, update_history=True)
         y = gemm.forward(weight)(payload.for_product())
         gradient = gemm.quantize_grad(dy, columnwise=True)
         dx = gemm.input_grad(weight)(gradient)

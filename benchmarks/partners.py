@@ -30,7 +30,8 @@ from minitron.comm.handle import Handle
 from minitron.comm.mesh import Axis, Mesh
 from minitron.data.batch import Batch
 from minitron.optim import slices
-from minitron.parallel import context, layer_context, overlap, vocab
+from minitron.parallel import context_parallel as context
+from minitron.parallel import layer_context, overlap, vocab
 from minitron.pipeline import executor
 from minitron.pipeline.schedule import Exchange
 

@@ -58,9 +58,9 @@ from minitron.runtime.stragglers import Stragglers
 class Trainer:
     """The parts of a run on this rank.
 
-    runner: launches or replays the passes of a step. rerun: checks each step, if train.rerun is on. base: fingerprint
-    of the frozen weights that adapters are trained beside. eager_reason: why no step can be recorded; None if steps are
-    recorded, or if train.cuda_graph is off.
+    runner: launches or replays the passes of a step. rerun: checks each step, if train.rerun is on. base_fingerprint:
+    fingerprint of the frozen weights that adapters are trained beside. eager_reason: why no step can be recorded; None
+    if steps are recorded, or if train.cuda_graph is off.
     """
 
     cfg: Config
@@ -74,7 +74,7 @@ class Trainer:
     kernels: Kernels
     runner: Eager | Replay
     rerun: Rerun | None
-    base: str | None
+    base_fingerprint: str | None
     eager_reason: str | None
 
     def step(self, batches: list[Batch], lr: float) -> Stats:
@@ -83,7 +83,7 @@ class Trainer:
         The host reads no result of the device here, except with train.rerun.
         """
         loss_sum, skip = (self.rerun or self.runner).forward_backward(batches)
-        self.fp8.update_scales()  # before the optimizer, whose all-gathers would delay these small reductions
+        self.fp8.update_scales()  # its small all-reduces come before the optimizer's large all-gathers
         scale = self.scaler.backward_scale(len(batches))
         stats = self.optimizer.step(lr, *local_totals(self.mesh, loss_sum, batches), scale, skip)
         self.scaler.update(stats.skipped * (not skip))
@@ -100,7 +100,7 @@ class Trainer:
     @property
     def state(self) -> State:
         """Return the parts of this rank that a checkpoint holds."""
-        return State(self.chunks, self.optimizer, self.scaler, self.base, self.rerun)
+        return State(self.chunks, self.optimizer, self.scaler, self.base_fingerprint, self.rerun)
 
     @property
     def shared_bytes(self) -> int:
@@ -129,13 +129,13 @@ def build(
     mesh: Mesh,
     chosen: Kernels | None = None,
     log: Log | None = None,
-    base: str | None = None,
+    base_fingerprint: str | None = None,
     schedule: MakeSchedule | None = None,
 ) -> Trainer:
     """Make and initialise this rank's part of the model, and all that trains it. Collective over the world.
 
     chosen: the kernels, if they were chosen before. log: for messages about recordings and steps that are run again.
-    base: see Trainer. schedule: makes another schedule than parallel.schedule.
+    base_fingerprint: see Trainer. schedule: makes another schedule than parallel.schedule.
     """
     m, pp, vp, micro_batch_size = cfg.model, mesh.pp, cfg.parallel.vp, cfg.train.micro_batch_size
     chosen = chosen or kernels.choose(cfg, mesh.device)
@@ -180,7 +180,19 @@ def build(
         runner = Replay(eager, mesh, layers, cfg.train.eval_every > 0, log)
     rerun = Rerun(runner, gradients, fp8, scaler, log) if cfg.train.rerun == "on" else None
     return Trainer(
-        cfg, mesh, chunks, gradients, optimizer, executor, scaler, fp8, chosen, runner, rerun, base, eager_reason
+        cfg,
+        mesh,
+        chunks,
+        gradients,
+        optimizer,
+        executor,
+        scaler,
+        fp8,
+        chosen,
+        runner,
+        rerun,
+        base_fingerprint,
+        eager_reason,
     )
 
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from minitron.comm import collectives
 from minitron.comm.handle import Handle
 from minitron.optim.rerun import Rerun
-from minitron.parallel import context
+from minitron.parallel import context_parallel as context
 from minitron.pipeline import executor
 from minitron.pipeline.replay import Replay
 from minitron.train import Trainer

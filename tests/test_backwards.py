@@ -96,7 +96,7 @@ def test_linear(remade):
     """Its bias's gradient, which is summed in float32, is compared in test_tensor_parallel.py."""
     layer = filled(ColumnParallelLinear(H, (F,), double_layout(), std=1.0, bias=True, gemm=Gemm(plain.add_product)))
     x = randn(S, B, H).requires_grad_()
-    ours = apply_linear(x, layer.linear, x.detach if remade else None)
+    ours = apply_linear(x, layer.op, x.detach if remade else None)
     assert_same(ours, x @ layer.weight.t() + layer.bias, [x, layer.weight], EXACT, "linear")
 
 
@@ -111,7 +111,7 @@ def ours_and_twin(name, layers, x, recompute_input=None):
     up, down = layers
     inner = x @ up.weight.t()
     inner = inner if up.bias is None else inner + up.bias
-    ours = mlp(x, up.linear, down.linear, ACTIVATIONS[name], recompute_input)
+    ours = mlp(x, up.op, down.op, ACTIVATIONS[name], recompute_input)
     return ours, TWINS[name](inner) @ down.weight.t()
 
 

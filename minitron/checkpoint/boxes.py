@@ -1,8 +1,8 @@
 """Boxes: rectangular parts of a tensor, the one coordinate system that all layouts share.
 
-Problem: a rank owns a flat range of a tensor-parallel shard, because ZeRO cuts where a rank's part ends. No two layouts
-cut alike. The idea: translate each range, once, into a few boxes of the global tensor. No other code depends on
-layouts: a box is read from the saved boxes that overlap it.
+Problem: ZeRO cuts the flat buffers into equal slices, so a rank owns a flat range of a tensor-parallel shard. Every
+layout cuts differently. The idea: translate each range, once, into a few boxes of the global tensor. No other code
+depends on layouts: a box is read from the saved boxes that overlap it.
 
     local slice [4, 5], elements 3 to 14        of a tensor [8, 5] this rank has rows 4 to 7, so
         . . . a a                               a: row 4, columns 3 and 4

@@ -6,8 +6,8 @@ the rounded masters, or their FP8 casts, and an all-gather distributes them.
 
     checkpoint.dir holds a checkpoint                 resume it, with all of its state and its data
     else finetune.base or checkpoint.load is set      start a new run from these weights
-    finetune.kind=lora                                in both cases, read the frozen weights from there. They must be
-                                                      those that the adapters were first trained with
+    finetune.kind=lora                                in both cases, read the frozen weights from finetune.base. The
+                                                      adapters must have been trained with these weights
     checkpoint.local_dir holds a newer, whole save    resume this one instead (destination.py)
 
 A damaged or missing checkpoint, or one of another model, ends the run before its first step. An older checkpoint is

@@ -24,12 +24,12 @@ from minitron.parallel.linear import ParallelLinear
 
 
 class State(NamedTuple):
-    """The parts of a trainer that have a state. base: fingerprint of frozen weights, which are not saved."""
+    """The parts of a trainer that have a state. base_fingerprint: of frozen weights, which are not saved."""
 
     chunks: Sequence[GPT]
     optimizer: Zero1Optimizer
     scaler: LossScaler
-    base: str | None = None
+    base_fingerprint: str | None = None
     rerun: Rerun | None = None
 
     def slices(self) -> dict[str, list[Tensor]]:
@@ -43,13 +43,13 @@ class State(NamedTuple):
 
     def facts(self) -> dict[str, Any]:
         """Map names in the index to values in host memory, the same on every rank."""
-        return {"base": self.base} | ({} if self.rerun is None else {"rerun": self.rerun.state()})
+        return {"base": self.base_fingerprint} | ({} if self.rerun is None else {"rerun": self.rerun.state()})
 
     @staticmethod
     def histories(chunk: GPT) -> Iterator[TensorShard]:
         """Yield the chunk's FP8 magnitudes by layer: views, the same on every rank of tp and dp_cp."""
         for name, module in chunk.named_modules():
-            gemm = module.linear.gemm if isinstance(module, (ParallelLinear, Head)) else None
+            gemm = module.op.gemm if isinstance(module, (ParallelLinear, Head)) else None
             if isinstance(gemm, Fp8Gemm) and gemm.history is not None:
                 yield TensorShard(name, "fp8_history", tuple(gemm.history.shape), (0, 0), gemm.history)
 

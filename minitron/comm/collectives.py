@@ -178,7 +178,7 @@ def _check_divisible(x: Tensor, dim: int, axis: Axis) -> None:
 # ---- collectives with autograd, each beside its adjoint -------------------------------------------------------------
 
 
-class _Pair(torch.autograd.Function):
+class _WithAdjoint(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, apply: Callable[[Tensor], Any], adjoint: Callable[..., Tensor | None]) -> Any:
         ctx.adjoint = adjoint
@@ -189,13 +189,13 @@ class _Pair(torch.autograd.Function):
         return ctx.adjoint(*dys), None, None
 
 
-def linear_map(x: Tensor, apply: Callable[[Tensor], Any], adjoint: Callable[..., Tensor | None]) -> Any:
+def with_adjoint(x: Tensor, apply: Callable[[Tensor], Any], adjoint: Callable[..., Tensor | None]) -> Any:
     """Return apply(x), one tensor or several; the backward computes adjoint(*dys), None if it stores the gradient."""
-    return _Pair.apply(x, apply, adjoint)
+    return _WithAdjoint.apply(x, apply, adjoint)
 
 
-def _pair(x: Tensor, axis: Axis, apply: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]) -> Tensor:
-    return x if axis.size == 1 else linear_map(x, apply, adjoint)
+def _over(x: Tensor, axis: Axis, apply: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]) -> Tensor:
+    return x if axis.size == 1 else with_adjoint(x, apply, adjoint)
 
 
 def _same(x: Tensor) -> Tensor:
@@ -210,31 +210,31 @@ def _sum(x: Tensor, axis: Axis) -> Tensor:
 
 def copy(x: Tensor, axis: Axis) -> Tensor:
     """Return x, for each rank of `axis` to do its part of the work with. Adjoint: all-reduce."""
-    return _pair(x, axis, _same, lambda dy: _sum(dy, axis))
+    return _over(x, axis, _same, lambda dy: _sum(dy, axis))
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """Sum x over `axis`, for every rank. Adjoint: copy."""
-    return _pair(x, axis, lambda x: _sum(x, axis), _same)
+    return _over(x, axis, lambda x: _sum(x, axis), _same)
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     """Concatenate the ranks' x along `dim`, for each rank to do its part with. Adjoint: reduce_scatter."""
-    return _pair(x, axis, lambda x: gather_along(x, axis, dim), lambda dy: reduce_scatter_along(dy, axis, dim))
+    return _over(x, axis, lambda x: gather_along(x, axis, dim), lambda dy: reduce_scatter_along(dy, axis, dim))
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     """Sum x over `axis`, keep this rank's slice of `dim`. Adjoint: all_gather. ValueError if `dim` does not divide."""
-    return _pair(x, axis, lambda x: reduce_scatter_along(x, axis, dim), lambda dy: gather_along(dy, axis, dim))
+    return _over(x, axis, lambda x: reduce_scatter_along(x, axis, dim), lambda dy: gather_along(dy, axis, dim))
 
 
 def split(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     """Keep this rank's slice of an x that every rank holds. Adjoint: the all-gather of the slices' gradients."""
-    return _pair(x, axis, lambda x: slice_along(x, axis, dim).contiguous(), lambda dy: gather_along(dy, axis, dim))
+    return _over(x, axis, lambda x: slice_along(x, axis, dim).contiguous(), lambda dy: gather_along(dy, axis, dim))
 
 
 def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
     """Send each rank its slice of `split_dim`, concatenate theirs along `concat_dim`. Adjoint: with dims exchanged."""
-    return _pair(
+    return _over(
         x, axis, lambda x: _trade(x, axis, split_dim, concat_dim), lambda dy: _trade(dy, axis, concat_dim, split_dim)
     )

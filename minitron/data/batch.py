@@ -47,7 +47,7 @@ class Batch:
         assert self.packed is not None
         return self._with(self.packed.to(device, non_blocking=True))
 
-    def for_any(self) -> Batch:
+    def static_copy(self) -> Batch:
         """Copy to other memory of the device, into which the `packed` of any batch of the run can be copied."""
         assert self.packed is not None
         return self._with(self.packed.clone())

@@ -32,7 +32,7 @@ class Loader:
 
     def __init__(self, dataset: Dataset, cfg: Config, mesh: Mesh):
         self.dataset, self.mesh = dataset, mesh
-        self.micro, self.total = cfg.train.micro_batch_size, cfg.train.global_batch_size
+        self.micro_batch_size, self.global_batch_size = cfg.train.micro_batch_size, cfg.train.global_batch_size
         self.separate = cfg.data.separate_documents
         self.order = local_positions(cfg.train.seq_len, mesh.cp.size, mesh.cp.rank, cfg.parallel.cp_style)
         self.reader = ThreadPoolExecutor(1, thread_name_prefix="loader")
@@ -46,17 +46,18 @@ class Loader:
             assert isinstance(batch.step, Tensor)
             batch.step.fill_(step)
         moved = [batch.to(self.mesh.device) for batch in host]  # before a reader competes for the interpreter
-        after = consumed + self.total
-        self.ahead = {after: self.reader.submit(self._read, after)} if after + self.total <= len(self.dataset) else {}
+        after = consumed + self.global_batch_size
+        more = after + self.global_batch_size <= len(self.dataset)
+        self.ahead = {after: self.reader.submit(self._read, after)} if more else {}
         return moved
 
     def close(self) -> None:
         self.reader.shutdown(wait=True, cancel_futures=True)
 
     def _read(self, consumed: int) -> list[Batch]:
-        dp = self.mesh.dp
-        starts = range(consumed + dp.rank * self.micro, consumed + self.total, self.micro * dp.size)
-        return [self._microbatch(range(start, start + self.micro)) for start in starts]
+        dp, size = self.mesh.dp, self.micro_batch_size
+        starts = range(consumed + dp.rank * size, consumed + self.global_batch_size, size * dp.size)
+        return [self._microbatch(range(start, start + size)) for start in starts]
 
     def _microbatch(self, indices: range) -> Batch:
         drawn = [self.dataset[i] for i in indices]

@@ -69,11 +69,11 @@ class Fp8Gemm(Gemm):
         """[HISTORY, 3] amax of x, weight and dy for a checkpoint, a view; None without delayed scaling."""
         return None if self.scaling is None else self.scaling.history[:, self.first : self.first + len(ROLES)]
 
-    def quantize(self, x: Tensor, gathered: Axis = ALONE, *, columnwise: bool, record: bool) -> Payload:
-        return self.backend.cast(x, "x", gathered, self._scale("x", record), columnwise)
+    def quantize(self, x: Tensor, gathered: Axis = ALONE, *, columnwise: bool, update_history: bool) -> Payload:
+        return self.backend.cast(x, "x", gathered, self._scale("x", update_history), columnwise)
 
-    def cast_before(self, record: bool) -> CastInto | None:
-        return self._cast_into("x", record)
+    def producer_cast(self, update_history: bool) -> CastInto | None:
+        return self._cast_into("x", update_history)
 
     def quantize_grad(self, dy: Tensor, gathered: Axis = ALONE, *, columnwise: bool) -> Payload:
         return self.backend.cast(dy, "dy", gathered, self._scale("dy", True), columnwise)
@@ -95,10 +95,10 @@ class Fp8Gemm(Gemm):
     def weight_grad(self, weight: Param, dy: Payload, x: Payload) -> Tensor | None:
         return add_gradient(weight, partial(self.backend.multiply_into, a=self._columnwise(dy), b=self._columnwise(x)))
 
-    def quantize_activation(self, inner: Tensor, act: Activation, *, columnwise: bool, record: bool) -> Payload:
-        into = self._cast_into("x", record, columnwise)
+    def quantize_activation(self, inner: Tensor, act: Activation, *, columnwise: bool, update_history: bool) -> Payload:
+        into = self._cast_into("x", update_history, columnwise)
         y = act.forward(inner, into)
-        return self.quantize(y, columnwise=columnwise, record=record) if into is None else y
+        return self.quantize(y, columnwise=columnwise, update_history=update_history) if into is None else y
 
     def quantize_activation_grad(
         self, dy: Tensor, inner: Tensor, act: Activation, *, columnwise: bool, sums: bool
@@ -121,16 +121,16 @@ class Fp8Gemm(Gemm):
             self._weight = self.backend.cast(weight.detach(), "weight", ALONE, known, True)
         return self._weight
 
-    def _scale(self, role: str, record: bool) -> ScaleAndAmax:
+    def _scale(self, role: str, update_history: bool) -> ScaleAndAmax:
         if self.scaling is None:
             return None, None
-        return self.scaling.scale_and_amax(self.first + ROLES.index(role), record)
+        return self.scaling.scale_and_amax(self.first + ROLES.index(role), update_history)
 
-    def _cast_into(self, role: str, record: bool, columnwise: bool = False) -> CastInto | None:
+    def _cast_into(self, role: str, update_history: bool, columnwise: bool = False) -> CastInto | None:
         """Return how a kernel casts its result; None if only the result itself gives the scale."""
         if self.scaling is None or not self.scaling.has_history:
             return None
-        scale, amax = self._scale(role, record)
+        scale, amax = self._scale(role, update_history)
         assert scale is not None
         return CastInto(scale, amax, FP8_DTYPES[role], columnwise)
 

@@ -59,10 +59,10 @@ class DelayedScaling:
         self.axes, self.has_history = axes, False
         self._views = list(zip(self.scale.split(1), self.amax.split(1)))  # made once: every cast reads two
 
-    def scale_and_amax(self, i: int, record: bool) -> tuple[Tensor | None, Tensor | None]:
+    def scale_and_amax(self, i: int, update_history: bool) -> tuple[Tensor | None, Tensor | None]:
         """Return views [1] of tensor i: its scale, None without a history; and its amax, None unless `record`."""
         scale, amax = self._views[i]
-        return scale if self.has_history else None, amax if record else None
+        return scale if self.has_history else None, amax if update_history else None
 
     def follow_history(self) -> None:
         """Compute the scales from the history. Call it after loading a checkpoint into the history."""

@@ -120,16 +120,16 @@ class Gemm:
     def __init__(self, add_product: Callable[..., None]):
         self.add_product = add_product
 
-    def quantize(self, x: Tensor, gathered: Axis = ALONE, *, columnwise: bool, record: bool) -> Payload:
+    def quantize(self, x: Tensor, gathered: Axis = ALONE, *, columnwise: bool, update_history: bool) -> Payload:
         """Return a layer's input x [m, k] as its products read it.
 
         gathered: ranks that gather x afterwards, and so need one scale. columnwise: a weight gradient reads x, too.
-        record: its magnitude enters the scales of later steps; False in evaluation.
+        update_history: its magnitude enters the scales of later steps; False in evaluation.
         """
         return Payload(x)
 
-    def cast_before(self, record: bool) -> CastInto | None:
-        """Return how the kernel that makes x casts it; None if it must not cast it or cannot have the scale yet."""
+    def producer_cast(self, update_history: bool) -> CastInto | None:
+        """Return the cast for the kernel that computes x; None if no cast is wanted or its scale is not known yet."""
         return None
 
     def quantize_grad(self, dy: Tensor, gathered: Axis = ALONE, *, columnwise: bool) -> Payload:
@@ -157,7 +157,7 @@ class Gemm:
         """Add dW [n, k] = dy^T x to the weight's main_grad; without a slot return it."""
         return add_gradient(weight, partial(self.add_product, dy=dy.rowwise, x=x.rowwise))
 
-    def quantize_activation(self, inner: Tensor, act: Activation, *, columnwise: bool, record: bool) -> Payload:
+    def quantize_activation(self, inner: Tensor, act: Activation, *, columnwise: bool, update_history: bool) -> Payload:
         """Return the activation of inner [m, f or 2f] as a row-parallel product reads it: [m, f]."""
         return Payload(act.forward(inner))
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from minitron.comm.collectives import linear_map
+from minitron.comm.collectives import with_adjoint
 from minitron.comm.mesh import Axis
 from minitron.kernels.fp8_scales import Fp8WeightScale
 
@@ -75,9 +75,10 @@ class ParamSpec:
 
     name: in the whole model, the same on every rank that has the parameter. shard: how it is cut over tp; None: every
     tp rank holds all of it. decay: whether weight decay applies. std: of its normal initialisation; None: it is filled
-    with `fill`. tied: the embedding weight that the head shares. uses: how many gradients one backward pass adds.
-    sum_over_tp: this rank's gradient comes only from its own tokens or heads, so ranks must sum it over tp. fp8_scale:
-    of a weight that the optimizer keeps as FP8 bytes. Until then the weight has its first values in the model's format.
+    with `fill`. tied: the embedding weight that the head shares. uses: how many gradients one backward pass adds, 2 for
+    a weight that is used twice. sum_over_tp: this rank's gradient comes only from its own tokens or heads, so ranks
+    must sum it over tp. fp8_scale: of a weight that the optimizer keeps as FP8 bytes. Until the optimizer adopts it,
+    the weight is in the model's format.
     """
 
     name: str = ""
@@ -146,5 +147,8 @@ def accumulate(param: Param, grad: Tensor) -> Tensor | None:
 
 
 def with_main_grad(param: Param) -> Tensor:
-    """Return `param` for ordinary autograd operations; its gradient goes to main_grad. For small ones: biases."""
-    return param if param.slot is None else linear_map(param, lambda p: p.view_as(p), partial(accumulate, param))
+    """Return `param` for ordinary autograd operations; its gradient goes to main_grad.
+
+    Autograd makes the gradient as a tensor first, so use it for small parameters, such as biases.
+    """
+    return param if param.slot is None else with_adjoint(param, lambda p: p.view_as(p), partial(accumulate, param))

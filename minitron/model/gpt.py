@@ -31,9 +31,9 @@ from minitron.kernels.kernels import choose
 from minitron.kernels.param import Param, Shard, named_params_of, with_main_grad
 from minitron.kernels.rng import AttentionDropout, dropout, token_counters
 from minitron.model.layers import Norm, Residual, rope_frequencies, rope_tables, split_heads
-from minitron.parallel.context import ContextAttention
+from minitron.parallel.context_parallel import ContextAttention
 from minitron.parallel.layer_context import LayerContext, make_layer_context
-from minitron.parallel.linear import ColumnLinear, ColumnParallelLinear, RecomputeInput, RowParallelLinear, apply_linear
+from minitron.parallel.linear import ColumnOp, ColumnParallelLinear, RecomputeInput, RowParallelLinear, apply_linear
 from minitron.parallel.mlp import activate, mlp
 from minitron.parallel.tiles import Documents
 from minitron.parallel.vocab import VocabParallelEmbedding, lookup, vocab_parallel_cross_entropy
@@ -100,7 +100,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor | Quantized, mb: Microbatch, recompute_input: RecomputeInput | None = None) -> Tensor:
         if self.up.adapter is self.down.adapter is None:
-            return mlp(x, self.up.linear, self.down.linear, self.activation, recompute_input)
+            return mlp(x, self.up.op, self.down.op, self.activation, recompute_input)
         inner = self.up(x, recompute_input, mb.local_counters)
         recompute = None if recompute_input is None else partial(self.activation.forward, inner.detach())
         return self.down(activate(inner, self.activation), recompute, mb.counters)
@@ -129,7 +129,7 @@ class Block(nn.Module):
 
     def forward(self, stream: Residual, mb: Microbatch) -> Residual:
         if self.recompute == "full" and torch.is_grad_enabled():
-            stream = Residual(stream.sum())  # one tensor to keep
+            stream = Residual(stream.materialize())  # one tensor to keep
             return checkpoint(self._forward, stream, mb, use_reentrant=False, preserve_rng_state=False)
         return self._forward(stream, mb)
 
@@ -192,11 +192,11 @@ class Head(nn.Module):
             tied = context.parameter(shape, Shard(0, context.axis, shape[:1]), std=m.init_std)
         self.weight, columns = tied, len(tied)
         self.num_ids = min(max(m.vocab_size - context.axis.rank * columns, 0), columns)
-        self.linear = ColumnLinear(self.weight, None, gemm, context.comm, context.weight_queue)
+        self.op = ColumnOp(self.weight, None, gemm, context.comm, context.weight_queue)
 
     def forward(self, stream: Residual) -> Tensor:
-        _, y = self.norm(stream, self.linear.gemm)
-        return apply_linear(y, self.linear)
+        _, y = self.norm(stream, self.op.gemm)
+        return apply_linear(y, self.op)
 
 
 class GPT(nn.Module):
@@ -240,7 +240,7 @@ class GPT(nn.Module):
         """Map hidden [s/cp/tp, b, h] (None on the first stage) to the next stage's, on the last to the loss sum."""
         stream = self._run_blocks(batch, hidden)
         if self.head is None:
-            return stream.sum()
+            return stream.materialize()
         losses = vocab_parallel_cross_entropy(
             self.head(stream), batch.labels, self.mesh.tp, self.context.kernels.ops, self.head.num_ids
         )

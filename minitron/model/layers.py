@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from minitron.comm.collectives import linear_map
+from minitron.comm.collectives import with_adjoint
 from minitron.config.schema import RopeScaling
 from minitron.kernels import plain
 from minitron.kernels.gemm import CastInto, Gemm, Payload, Quantized
@@ -29,7 +29,7 @@ class Residual(NamedTuple):
     delta: Tensor | None = None  # [..., h]
     bias: Param | None = None  # [h]
 
-    def sum(self) -> Tensor:
+    def materialize(self) -> Tensor:
         """Compute the sum as one tensor. Pipeline stages call it, because no norm follows there."""
         if self.delta is None:
             return self.x
@@ -87,14 +87,14 @@ class Norm(nn.Module):
 
         input_format: the number format of the only layer that reads the norm; None: do not cast it.
         """
-        into = None if input_format is None else input_format.cast_before(torch.is_grad_enabled())
+        into = None if input_format is None else input_format.producer_cast(torch.is_grad_enabled())
         total, y, cast = _AddNorm.apply(*stream, self.weight, self.bias, self.eps, self.ops, into)
         return total, y if cast is None else Quantized(y, cast)
 
     @torch.no_grad()
     def recompute(self, total: Tensor, input_format: Gemm | None = None) -> Tensor | Quantized:
         """Compute the norm of `total` again. Selective recomputation calls it in the backward pass."""
-        into = None if input_format is None else input_format.cast_before(True)
+        into = None if input_format is None else input_format.producer_cast(True)
         norm = _AddNorm.apply(total, None, None, self.weight, self.bias, self.eps, self.ops, into)
         return norm[1] if norm[2] is None else Quantized(*norm[1:])
 
@@ -130,4 +130,4 @@ def split_heads(qkv: Tensor, sizes: tuple[int, int, int], rope: Rope | None, ops
     if qkv.shape[-1] & (qkv.shape[-1] - 1):  # the fused kernel needs a power of 2
         ops = plain
     apply, adjoint = ops.split_heads, ops.split_heads_backward
-    return linear_map(qkv, lambda qkv: apply(qkv.detach(), sizes, rope), lambda *grads: adjoint(grads, rope))
+    return with_adjoint(qkv, lambda qkv: apply(qkv.detach(), sizes, rope), lambda *grads: adjoint(grads, rope))

@@ -5,8 +5,8 @@ difference of low rank r, B A. B starts at zero, so training starts from the mod
 
     y = x W^T + alpha/r (dropout(x) A^T) B^T           x [m, k], W [n, k], A [r, k], B [n, r]
 
-W needs no weight gradient, so a third of the work is saved, and the activation that this product reads. The products
-with A and B are r wide: they cost passes over x, y and their gradients, but little arithmetic.
+W needs no weight gradient. This saves a third of the work, and the memory of the activation that this product reads.
+The products with A and B are r wide: they cost passes over x, y and their gradients, but little arithmetic.
 
 An adapter adds to a linear layer's product, in any number format, and is split over tp as the layer is. Ranks exchange
 u = x A^T, r numbers a token, by the layer's own f and g (comm/collectives.py), so x is not gathered a second time:
@@ -75,7 +75,7 @@ class Adapter(nn.Module):
         place: tuple[int, int],
     ):
         super().__init__()
-        axis, rank, by_rows = context.axis, cfg.lora.rank, linear.linear.by_columns
+        axis, rank, by_rows = context.axis, cfg.lora.rank, linear.op.by_columns
         k = linear.weight.shape[1] * (1 if by_rows else axis.size)
         # The variance of PEFT's and Hu et al.'s uniform start, 1 / 3k.
         self.a = context.parameter(
@@ -91,7 +91,7 @@ class Adapter(nn.Module):
             for i, span in enumerate(spans.values())
         ]
         self.scale, self.dropout, self.place = cfg.lora.scale, cfg.lora.dropout, place
-        self.linear = linear.linear
+        self.op = linear.op
         self.ops, self.gemm = context.kernels.ops, context.kernels.gemm
         self.first_channel = 0 if by_rows else axis.rank * self.a.shape[1]
 
@@ -101,16 +101,16 @@ class Adapter(nn.Module):
 
     def add_gradient(self, factor: Param, dy: Tensor, x: Tensor) -> Tensor | None:
         """Add dy^T x to the factor's main_grad, now or in a BackwardWeight; without a slot return it."""
-        add, weight_queue = partial(self.gemm.weight_grad, factor, Payload(dy)), self.linear.weight_queue
-        if not weight_queue.holding:
+        add, weight_queue = partial(self.gemm.weight_grad, factor, Payload(dy)), self.op.weight_queue
+        if not weight_queue.deferring:
             return add(Payload(x))
         weight_queue.put(partial(Handle, Payload(x.detach())), add)
         return None
 
     def exchange(self, u: Tensor, *, forward: bool) -> Handle[Tensor]:
         """Begin f of u [m, r] in a column-parallel layer, g in a row-parallel one; vice versa in the backward pass."""
-        comm = self.linear.comm
-        return gather_start(u, comm.gather_axis) if self.linear.by_columns == forward else comm.start_scatter(u)
+        comm = self.op.comm
+        return gather_start(u, comm.gather_axis) if self.op.by_columns == forward else comm.start_scatter(u)
 
     def drop(self, x: Tensor, counters: Tensor | None) -> Tensor:
         """Drop elements of x as the adapter reads it: the same in forward and backward. Its own adjoint."""
@@ -137,9 +137,9 @@ class _Adapted(torch.autograd.Function):
         a: Param,
         *b: Param,
     ) -> Tensor:
-        linear = adapter.linear
+        linear = adapter.op
         exchange = adapter.exchange(adapter.scaled(rows(adapter.drop(x, counters)), a.t()), forward=True)
-        payload = linear.gemm.quantize(rows(x), linear.input_axis, columnwise=False, record=training)
+        payload = linear.gemm.quantize(rows(x), linear.input_axis, columnwise=False, update_history=training)
         y = linear.forward(payload)
         u = exchange.wait()
         for (outputs, columns), factor in zip(adapter.places, b, strict=True):
@@ -151,7 +151,7 @@ class _Adapted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         adapter, counters, (u, x) = ctx.adapter, ctx.counters, ctx.saved_tensors
-        linear, batch, dy, factors = adapter.linear, dy.shape[1:-1], rows(dy), list(adapter.b.values())
+        linear, batch, dy, factors = adapter.op, dy.shape[1:-1], rows(dy), list(adapter.b.values())
         du, dx = torch.empty_like(u), None
         for (outputs, columns), factor in zip(adapter.places, factors):
             du[:, columns].addmm_(dy[:, outputs], factor, beta=0, alpha=adapter.scale)

@@ -166,7 +166,7 @@ class Bucket:
         self.gathered: torch.cuda.Event | None = None  # what a recorded forward waits for
         if stream is not None and slices.axis.size > 1:
             self.gathered = torch.cuda.Event(external=True)
-            self.gathered.record()  # else there is nothing to wait for, and a recording would leave it out
+            self.gathered.record()  # a recording leaves out the wait for an event that was never recorded
         self.square = torch.zeros((), dtype=torch.float64, device=self.grad.device)
         for span in plan.spans:
             self._adopt(span, self.params[span.name])
@@ -193,7 +193,7 @@ class Bucket:
         return self.data_slice.float() if self.first is None else self.first
 
     def begin_backward(self, first: bool, last: bool) -> None:
-        """Overwrite the last step's gradients in the first backward; count reports in both halves of the last."""
+        """Overwrite the last step's gradients in the first backward; count reports in the last one, split or whole."""
         if first:
             for param in self.params.values():
                 assert param.slot is not None
@@ -233,7 +233,7 @@ class Bucket:
             self.expect_gather()
 
     def expect_gather(self) -> None:
-        """Let the next forward wait for the last gather, as the first one after it does."""
+        """Make the next forward wait for the last gather, even if another forward has waited for it."""
         if self.gathered is not None:
             self.gather = Handle(self.data, [self.gathered.wait])
 
@@ -315,7 +315,7 @@ class Gradients:
 
         The first gradient of a parameter overwrites the last step's, which saves zeroing the buffers and reading the
         zeros back. Reports count in the last backward. If backwards are split, call this with `last` before each half;
-        between the halves, earlier microbatches may add gradients.
+        between the halves, earlier microbatches may add gradients, which do not count.
         """
         for bucket in self.chunks[chunk]:
             bucket.begin_backward(first, last)
@@ -347,9 +347,9 @@ class Gradients:
     def _refuse_equal_copies(self) -> None:
         """Raise ValueError, on all ranks, if tp ranks have equal copies of a gradient that the step sums over tp.
 
-        The sum would be tp times the gradient. Equal copies prove nothing in two cases. The parameter nearest to the
-        loss has nearly equal copies, too, since every token is the same. Or the copies have so few bits that they may
-        be equal by chance. Collective over the world.
+        The sum would be tp times the gradient. Equal copies prove nothing in two cases. If all tokens of the batch
+        are the same, the parameter nearest to the loss has equal copies, too. And copies with few bits may be equal by
+        chance. Collective over the world.
         """
         mesh, slices = self.mesh, [bucket.grad_slice for bucket in self.buckets]
         names = [span.name for bucket in self.buckets if bucket.key.sum_over_tp for span in bucket.plan.spans]
@@ -377,11 +377,11 @@ class Gradients:
             raise ValueError(
                 f"{', '.join(wrong)}: all {mesh.tp.size} tensor-parallel ranks have the same gradient, and it is to be "
                 "summed over them, as for a rank's own tokens or heads; a parameter that every rank uses on the whole "
-                "sequence is made by layout.parameter(..., whole_sequence=True), without per_head"
+                "sequence is made by context.parameter(..., whole_sequence=True), without per_head"
             )
 
     def reset(self) -> None:
-        """Drop a pass that was begun, and let the next one wait for the gathers as the first one after them does.
+        """Drop a pass that was begun, and make the next one wait for the gathers again.
 
         A recorded pass must contain these waits, and a pass whose recording failed has not waited.
         """

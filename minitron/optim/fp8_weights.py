@@ -39,7 +39,7 @@ class _Part(NamedTuple):
     value: Tensor
 
 
-class Fp8Weights:
+class WeightWriter:
     """Writes updated weights: casts the masters of FP8 weights, and starts the all-gather of every bucket.
 
     cast_master: the kernel (kernels/plain.py). A pass is begin(), write(bucket) for each bucket after the update of its

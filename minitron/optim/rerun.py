@@ -6,8 +6,8 @@ if the loss or the gradients' norm is suspicious, compute the same microbatches 
 
     the same result again      data or model: the update is skipped, the samples are named, the run goes on
     another result             hardware: the ranks whose figures differ are named and end with status BROKEN, the others
-                               with LOST, so that the run can go on from its last save without their node. If
-                               they are on several nodes they end with 1, and the run goes on with all nodes
+                               with LOST. The run can then resume without their node. If the named ranks are on several
+                               nodes they end with 1, and the run resumes with all nodes
 
 Both runs read the same batches, weights, scales and dropout counters. A recorded step is replayed. A figure is
 suspicious if it is not finite, or more than SPREADS spreads above the median of the last WINDOW steps. The spread is
@@ -17,9 +17,9 @@ share of the median, FLOORS. So a loss must be a tenth above it, and a norm elev
 cleared. Checkpoints hold the history.
 
 Each rank compares figures that other ranks' gradients do not reach. They are its part of the loss sum, and the norm of
-its gradients that are not summed yet. (The reduce-scatter overwrites its own slice, one of P.) A difference in own
-slices counts only if these are equal on all ranks. Equal means within TOLERANCE: kernels that add in
-another order each time change a norm by some 1e-3, and the faults that matter are larger.
+its gradients that are not summed yet. The reduce-scatter overwrites the rank's own slice, so a difference between sums
+in own slices counts only if loss and unsummed norm agree on all ranks. Equal means within TOLERANCE: kernels that add
+in another order each time change a norm by some 1e-3, and the faults that matter are larger.
 
 Left out: which rank of a tensor- or pipeline-parallel group is faulty, if a wrong value reaches the others before the
 end of the backward. Then all of them are named. A GPU that is wrong in the same way each time is taken for data.
@@ -65,7 +65,7 @@ class WrongResult(RunError):
         self.status, self.quiet = (BROKEN if of_one_node else 1, False) if mine else (LOST, True)
 
 
-class Microbatch(StaticBatch, Protocol):
+class CountedBatch(StaticBatch, Protocol):
     """samples: [b] of the run's order. count: its tokens that have a loss."""
 
     samples: Tensor
@@ -96,7 +96,7 @@ class Rerun:
         for name, values in self.history.items():
             values.extend(state.get("history", {}).get(name, ()))
 
-    def forward_backward(self, batches: Sequence[Microbatch]) -> tuple[Tensor, bool]:
+    def forward_backward(self, batches: Sequence[CountedBatch]) -> tuple[Tensor, bool]:
         """Compute the gradients of a step; return its loss sum, and whether the update must be skipped.
 
         Waits for the device. Raises WrongResult, on all ranks.
@@ -133,7 +133,7 @@ class Rerun:
             self.log.warn(verdict)
         return loss_sum, skip
 
-    def _figures(self, loss_sum: Tensor, batches: Sequence[Microbatch]) -> dict[str, float]:
+    def _figures(self, loss_sum: Tensor, batches: Sequence[CountedBatch]) -> dict[str, float]:
         """Return the mean loss and the gradients' norm of the step, over the world."""
         totals = torch.stack([*local_totals(self.mesh, loss_sum.double(), batches), self.gradients.square_sum()])
         all_reduce_(totals, self.mesh.world)
@@ -157,7 +157,7 @@ class Rerun:
                     )
         return None
 
-    def _own_figures(self, loss_sum: Tensor, batches: Sequence[Microbatch]) -> Tensor:
+    def _own_figures(self, loss_sum: Tensor, batches: Sequence[CountedBatch]) -> Tensor:
         """Return [loss sum, norm of this rank's unsummed gradients, norm of its slice of the sums], float64."""
         loss_sum, _ = local_totals(self.mesh, loss_sum.double(), batches)
         axis, own = self.mesh.dp_cp, torch.zeros_like(loss_sum)
@@ -192,7 +192,7 @@ class Rerun:
         )
         return WrongResult(text, self.mesh.rank in wrong, of_one_node)
 
-    def _samples(self, batches: Iterable[Microbatch], figures: Tensor, worst: str) -> str:
+    def _samples(self, batches: Iterable[CountedBatch], figures: Tensor, worst: str) -> str:
         """List the samples of the ranks whose figures are not finite; if there are none, of the largest figure."""
         ours = torch.cat([batch.samples for batch in batches])
         samples, everyone = self._gathered(ours), self._gathered(figures)

@@ -8,8 +8,8 @@ One step, in which the host reads no value:
   1. totals = sum over the world of [loss sum, token count, squared gradient norm]: one all-reduce of three numbers.
   2. gradient of the mean loss = sum / (count * backward_scale); its norm, and from that the clipping factor.
   3. Both divisions become one device scalar that the fused AdamW kernel applies as it reads the gradient.
-  4. If the norm is not finite, it sets `found_inf`, and masters, moments and the step count stay as they are.
-  5. AdamW writes the new masters and, from them, parameters of a smaller dtype. `Fp8Weights.write` casts FP8 weights
+  4. If the norm is not finite, it sets `skipped`, and masters, moments and the step count stay as they are.
+  5. AdamW writes the new masters and, from them, parameters of a smaller dtype. `WeightWriter.write` casts FP8 weights
      and starts the all-gather of each bucket, in all formats. The next forward waits for the gathers (buckets.py).
 
     Two ranks, 24 elements:   rank 0  grad[0:12]  -> master, exp_avg, exp_avg_sq [12] -> data[0:12]  \\  all-gather:
@@ -33,7 +33,7 @@ from minitron.config.schema import OptimizerConfig
 from minitron.kernels.kernels import Kernels
 from minitron.kernels.plain import AdamHyper, AdamState
 from minitron.optim.buckets import Gradients
-from minitron.optim.fp8_weights import Fp8Weights
+from minitron.optim.fp8_weights import WeightWriter
 
 # Keeps the clipping factor finite, as torch.nn.utils.clip_grad_norm_ and Megatron-LM do.
 CLIP_EPS = 1e-6
@@ -79,7 +79,7 @@ class Zero1Optimizer:
         self.steps = torch.zeros((), dtype=torch.float32, device=gradients.mesh.device)
         self.copied: Handle[Any] = Handle()
         self.adamw_ = kernels.adamw_
-        self.fp8_weights = Fp8Weights(gradients, self.masters, kernels.ops.cast_master)
+        self.writer = WeightWriter(gradients, self.masters, kernels.ops.cast_master)
         self.states = [
             AdamState(
                 master,
@@ -91,7 +91,7 @@ class Zero1Optimizer:
             )
             for bucket, master, average, square in zip(buckets, self.masters, self.exp_avg, self.exp_avg_sq)
         ]
-        if self.fp8_weights.all:
+        if self.writer.all:
             self.write_parameters()
 
     @torch.no_grad()
@@ -123,27 +123,27 @@ class Zero1Optimizer:
         """Let the next update wait for a copy of the state that is under way."""
         self.copied = copied
 
-    def _update(self, lr: float, divisor: Tensor, found_inf: Tensor) -> None:
-        """Update all slices with gradient / divisor, unless found_inf is 1. A gather runs beside the next update."""
-        self.steps += 1 - found_inf
+    def _update(self, lr: float, divisor: Tensor, skipped: Tensor) -> None:
+        """Update all slices with gradient / divisor, unless skipped is 1. A gather runs beside the next update."""
+        self.steps += 1 - skipped
         self.copied.wait()
-        self.fp8_weights.begin()
+        self.writer.begin()
         self.adamw_(
             self.states,
             self.steps,
             divisor,
-            found_inf,
+            skipped,
             AdamHyper(lr, self.cfg.betas, self.cfg.eps),
-            updated=self.fp8_weights.write,
+            updated=self.writer.write,
         )
-        self.fp8_weights.end()
+        self.writer.end()
 
     @torch.no_grad()
     def write_parameters(self) -> None:
         """Write all parameters from the masters, and wait for their gathers. Collective over dp_cp."""
-        self.fp8_weights.begin()
+        self.writer.begin()
         for i, state in enumerate(self.states):
             state.param.copy_(state.master)
-            self.fp8_weights.write(i)
-        self.fp8_weights.end()
+            self.writer.write(i)
+        self.writer.end()
         self.gradients.wait_parameters()

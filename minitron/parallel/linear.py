@@ -1,4 +1,4 @@
-"""Linear layers split over the `tp` axis: a matrix product, and the communication before or after it.
+"""LinearOp layers split over the `tp` axis: a matrix product, and the communication before or after it.
 
 Problem: one GPU is too small, or too slow, for a layer's weights and activations. The idea (Shoeybi et al. 2019): pair
 a layer split by output columns with one split by input rows. Between them every rank works on its own columns. Only the
@@ -18,7 +18,7 @@ reduces and scatters it, so norms, dropout and residuals work on s/tp of it. The
 
 A `Gemm` (kernels/gemm.py) has the products of a number format. A `ProcessGroupComm` (overlap.py) runs a product with f
 or g, in one piece or in several. Ranks exchange the quantized matrix, so FP8 also halves the traffic. The methods of
-`ColumnLinear` and `RowLinear` are the table's cells. The autograd functions of a layer, of the MLP (mlp.py) and of
+`ColumnOp` and `RowOp` are the table's cells. The autograd functions of a layer, of the MLP (mlp.py) and of
 adapters (model/lora.py) call them. A split backward queues its weight gradients (pipeline/weight_queue.py).
 """
 
@@ -45,7 +45,7 @@ RecomputeInput = Callable[[], Tensor | Quantized]
 
 
 @dataclass(frozen=True, eq=False)
-class Linear(ABC):
+class LinearOp(ABC):
     """A weight with what its products need, and the passes that autograd functions call.
 
     bias: added by the product of a column-parallel layer; None in a row-parallel one. input_axis: the ranks whose
@@ -80,7 +80,7 @@ class Linear(ABC):
         """
 
 
-class ColumnLinear(Linear):
+class ColumnOp(LinearOp):
     """Split by output features."""
 
     by_columns = True
@@ -92,7 +92,7 @@ class ColumnLinear(Linear):
 
     def backward(self, dy: Payload, x: Payload | None, need_dx: bool) -> tuple[Tensor | None, Tensor | None]:
         weight, gemm, comm, dw = self.weight, self.gemm, self.comm, None
-        if x is not None and self.weight_queue.holding:
+        if x is not None and self.weight_queue.deferring:
             add = partial(gemm.weight_grad, weight, dy.for_weight_grad())
             self.weight_queue.put(partial(comm.start_gather, x.for_weight_grad().detached()), add)
             x, dy = None, dy.for_product()
@@ -108,7 +108,7 @@ class ColumnLinear(Linear):
         return None if scatter is None else scatter.wait(), dw
 
 
-class RowLinear(Linear):
+class RowOp(LinearOp):
     """Split by input features."""
 
     by_columns = False
@@ -119,7 +119,7 @@ class RowLinear(Linear):
 
     def backward(self, dy: Payload, x: Payload | None, need_dx: bool) -> tuple[Tensor | None, Tensor | None]:
         weight, gemm, comm = self.weight, self.gemm, self.comm
-        if x is not None and self.weight_queue.holding:
+        if x is not None and self.weight_queue.deferring:
             kept, gather = x.detached(), partial(comm.start_gather, dy.for_weight_grad())
             self.weight_queue.put(gather, lambda whole: gemm.weight_grad(weight, whole, kept))
             x, dy = None, dy.for_product()
@@ -132,13 +132,13 @@ class RowLinear(Linear):
 # ---- the autograd function of both layers ---------------------------------------------------------------------------
 
 
-def apply_linear(x: Tensor | Quantized, linear: Linear, recompute_input: RecomputeInput | None = None) -> Tensor:
+def apply_linear(x: Tensor | Quantized, op: LinearOp, recompute_input: RecomputeInput | None = None) -> Tensor:
     """Multiply, communication included: [s', b, k] -> [s'', b, n]; s' and s'' as in the two layers below.
 
     recompute_input: recomputes x in the backward pass, so that x is not kept (selective recomputation).
     """
     training = torch.is_grad_enabled()
-    return _Linear.apply(*parts_of(x), linear.weight, linear.bias, linear, recompute_input, training)
+    return _Linear.apply(*parts_of(x), op.weight, op.bias, op, recompute_input, training)
 
 
 class _Linear(torch.autograd.Function):
@@ -149,40 +149,40 @@ class _Linear(torch.autograd.Function):
         payload: Payload | None,
         weight: Param,
         bias: Param | None,
-        linear: Linear,
+        op: LinearOp,
         recompute_input: RecomputeInput | None,
         training: bool,
     ) -> Tensor:
         keep = training and recompute_input is None and ctx.needs_input_grad[2]
         if payload is None:
-            payload = linear.gemm.quantize(rows(x), linear.input_axis, columnwise=keep, record=training)
-        ctx.linear, ctx.recompute_input, ctx.batch = linear, recompute_input, x.shape[1:-1]
+            payload = op.gemm.quantize(rows(x), op.input_axis, columnwise=keep, update_history=training)
+        ctx.op, ctx.recompute_input, ctx.batch = op, recompute_input, x.shape[1:-1]
         if keep:
             ctx.save_for_backward(*payload.for_weight_grad())
-        return unrows(linear.forward(payload), ctx.batch)
+        return unrows(op.forward(payload), ctx.batch)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        linear, dy = ctx.linear, rows(dy)
+        op, dy = ctx.op, rows(dy)
         need_dx, _, need_dw, need_db = ctx.needs_input_grad[:4]
-        x = saved_or_recomputed(ctx.saved_tensors, ctx.recompute_input, linear) if need_dw else None
-        db = accumulate(linear.bias, sum_rows(dy)) if need_db else None
+        x = saved_or_recomputed(ctx.saved_tensors, ctx.recompute_input, op) if need_dw else None
+        db = accumulate(op.bias, sum_rows(dy)) if need_db else None
         if not (need_dx or need_dw):
             return None, None, None, db, None, None, None
-        payload = linear.gemm.quantize_grad(dy, linear.grad_axis, columnwise=need_dw)
+        payload = op.gemm.quantize_grad(dy, op.grad_axis, columnwise=need_dw)
         del dy  # rows() has copied it if it was not contiguous
-        dx, dw = linear.backward(payload, x, need_dx)
+        dx, dw = op.backward(payload, x, need_dx)
         return None if dx is None else unrows(dx, ctx.batch), None, dw, db, None, None, None
 
 
-def saved_or_recomputed(saved: Sequence[Tensor], recompute_input: RecomputeInput | None, linear: Linear) -> Payload:
+def saved_or_recomputed(saved: Sequence[Tensor], recompute_input: RecomputeInput | None, op: LinearOp) -> Payload:
     """Return the layer's input as the weight gradient reads it: saved by the forward pass, or recomputed."""
     if recompute_input is None:
         return Payload(*saved)
     x, payload = parts_of(recompute_input())
     if payload is not None:
         return payload
-    return linear.gemm.quantize(rows(x), linear.input_axis, columnwise=True, record=True)
+    return op.gemm.quantize(rows(x), op.input_axis, columnwise=True, update_history=True)
 
 
 def parts_of(x: Tensor | Quantized) -> tuple[Tensor, Payload | None]:
@@ -206,23 +206,23 @@ def unrows(x: Tensor, batch: Sequence[int]) -> Tensor:
 class ParallelLinear(nn.Module):
     """What column- and row-parallel layers share. adapter: replaces the product; model/lora.py sets it."""
 
-    def __init__(self, linear: Linear, bias: Param | None):
+    def __init__(self, op: LinearOp, bias: Param | None):
         super().__init__()
-        self.weight, self.bias, self.linear = linear.weight, bias, linear
+        self.weight, self.bias, self.op = op.weight, bias, op
         self.adapter: nn.Module | None = None
 
     def forward(
         self, x: Tensor | Quantized, recompute_input: RecomputeInput | None = None, counters: Tensor | None = None
     ) -> Tensor:
-        """Multiply. recompute_input: as in `apply_linear`. counters: for dropout, of the rows of x, for an adapter."""
+        """Multiply. recompute_input: as in `apply_linear`. counters: of the rows of x, for an adapter's dropout."""
         if self.adapter is not None:
             return self.adapter(x, recompute_input, counters)
-        return apply_linear(x, self.linear, recompute_input)
+        return apply_linear(x, self.op, recompute_input)
 
     @property
     def format(self) -> Gemm | None:
         """The number format in which the layer reads x; None with an adapter, which reads x in full precision."""
-        return self.linear.gemm if self.adapter is None else None
+        return self.op.gemm if self.adapter is None else None
 
 
 class ColumnParallelLinear(ParallelLinear):
@@ -238,7 +238,7 @@ class ColumnParallelLinear(ParallelLinear):
         n, shard = sum(chunks), Shard(0, context.axis, chunks)
         weight = context.parameter((n, in_features), shard, std=std, fp8_scale=gemm.fp8_scale)
         b = context.parameter((n,), shard) if bias else None
-        super().__init__(ColumnLinear(weight, b, gemm, context.comm, context.weight_queue), b)
+        super().__init__(ColumnOp(weight, b, gemm, context.comm, context.weight_queue), b)
 
 
 class RowParallelLinear(ParallelLinear):
@@ -253,4 +253,4 @@ class RowParallelLinear(ParallelLinear):
         shape, shard = (out_features, in_features), Shard(1, context.axis, (in_features,))
         weight = context.parameter(shape, shard, std=std, fp8_scale=gemm.fp8_scale)
         b = context.parameter(shape[:1]) if bias else None
-        super().__init__(RowLinear(weight, None, gemm, context.comm, context.weight_queue), b)
+        super().__init__(RowOp(weight, None, gemm, context.comm, context.weight_queue), b)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from minitron.kernels.gemm import ABSENT, Activation, Payload, Quantized
 from minitron.kernels.param import Param, accumulate
-from minitron.parallel.linear import Linear, RecomputeInput, parts_of, rows, saved_or_recomputed, unrows
+from minitron.parallel.linear import LinearOp, RecomputeInput, parts_of, rows, saved_or_recomputed, unrows
 
 NOTHING = Payload(ABSENT)
 
@@ -38,8 +38,8 @@ class _MLP(torch.autograd.Function):
         up_weight: Param,
         up_bias: Param | None,
         down_weight: Param,
-        up: Linear,
-        down: Linear,
+        up: LinearOp,
+        down: LinearOp,
         activation: Activation,
         recompute_input: RecomputeInput | None,
         training: bool,
@@ -47,9 +47,9 @@ class _MLP(torch.autograd.Function):
         keep, (_, _, need_up, _, need_down, *_) = training and recompute_input is None, ctx.needs_input_grad
         keep_x, keep_act = keep and need_up, keep and need_down  # else recomputed, or not needed
         if cast is None:
-            cast = up.gemm.quantize(rows(x), up.input_axis, columnwise=keep_x, record=training)
+            cast = up.gemm.quantize(rows(x), up.input_axis, columnwise=keep_x, update_history=training)
         inner = up.forward(cast)
-        act = down.gemm.quantize_activation(inner, activation, columnwise=keep_act, record=training)
+        act = down.gemm.quantize_activation(inner, activation, columnwise=keep_act, update_history=training)
         ctx.layers, ctx.recompute_input, ctx.batch = (up, down, activation), recompute_input, x.shape[1:-1]
         saved_x = cast.for_weight_grad() if keep_x else NOTHING
         ctx.save_for_backward(inner, *saved_x, *(act.for_weight_grad() if keep_act else NOTHING))
@@ -63,7 +63,7 @@ class _MLP(torch.autograd.Function):
         if need_down and ctx.recompute_input is None:
             act = Payload(*saved[4:])
         elif need_down:
-            act = down.gemm.quantize_activation(inner, activation, columnwise=True, record=True)
+            act = down.gemm.quantize_activation(inner, activation, columnwise=True, update_history=True)
         payload = down.gemm.quantize_grad(rows(dy), down.grad_axis, columnwise=need_down)
         d_act, dw_down = down.backward(payload, act, need_dx=True)
         d_inner, sums = up.gemm.quantize_activation_grad(d_act, inner, activation, columnwise=need_up, sums=need_bias)
@@ -77,7 +77,7 @@ class _MLP(torch.autograd.Function):
 
 
 def mlp(
-    x: Tensor | Quantized, up: Linear, down: Linear, activation: Activation, recompute_input: RecomputeInput | None
+    x: Tensor | Quantized, up: LinearOp, down: LinearOp, activation: Activation, recompute_input: RecomputeInput | None
 ) -> Tensor:
     """Run an MLP: x [s/tp, b, h] -> the same shape; [s, b, h] without sequence parallelism.
 

@@ -50,7 +50,7 @@ class ProcessGroupComm:
         self.gather_axis = axis if self.sequence_parallel else Axis.single()
 
     def begin_pass(self) -> None:
-        """Begin a pass as every other pass begins."""
+        """Prepare a pass. The process group has no state to reset."""
 
     def reset(self) -> None:
         """Drop the state of an unfinished graph capture: ranks may have come to different places in it."""
@@ -117,7 +117,7 @@ class SymmetricMemoryComm(ProcessGroupComm):
         self._turns: dict[str, int] = {}  # the index of the buffer that was used last
 
     def begin_pass(self) -> None:
-        """Begin with the first of two buffers, as a recorded pass does each time it is replayed."""
+        """Begin with the first of two buffers, as every replay of a recorded pass does."""
         if 0 in self._turns.values():  # the pass before used it last: other ranks may still read it
             self._buffers[next(iter(self._buffers))][0].barrier()
         self.reset()

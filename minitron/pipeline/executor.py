@@ -49,10 +49,10 @@ class Executor:
     """The pipeline of this rank's `chunks` (stage = chunk * pp + rank).
 
     shape, dtype: of every tensor that travels between stages, [s/cp/tp, b, h]. begin_backward(chunk, first, last):
-    called before each backward and each BackwardWeight; first, last: of the chunk's in this step. begin_pass(): called
-    before the first action of a pass, and of each of its segments. weight_queue: layers add the weight gradients of a
-    split backward to it. make: the schedule of a training step. last_forward_done: on a GPU, the end of a step's last
-    forward.
+    called before each backward and each BackwardWeight; first, last: whether it is the chunk's first or last in this
+    step. begin_pass(): called before the first action of a pass, and of each of its segments. weight_queue: layers add
+    the weight gradients of a split backward to it. make: the schedule of a training step. last_forward_done: on a GPU,
+    the end of a step's last forward.
     """
 
     def __init__(
@@ -75,14 +75,14 @@ class Executor:
         # NCCL sets up a communicator in its first operation, in which every rank must take part.
         all_reduce_(torch.zeros(1, device=mesh.device), mesh.pp)
 
-    def run(self, batches: Sequence[object], seed: Tensor | float | None) -> Tensor:
+    def run(self, batches: Sequence[object], loss_grad: Tensor | float | None) -> Tensor:
         """Run all microbatches; return the sum of their loss sums, 0 on ranks without the last stage.
 
-        seed: the gradient with which the backward of a loss sum begins. Gradients are added to the parameters'
+        loss_grad: the gradient with which the backward of a loss sum begins. Gradients are added to the parameters'
         main_grad. None: run the forwards alone, in evaluation mode (no dropout).
         """
-        run = Pass(self, batches, seed)
-        run.run_actions(self.actions(len(batches), seed is not None))
+        run = Pass(self, batches, loss_grad)
+        run.run_actions(self.actions(len(batches), loss_grad is not None))
         return run.finish()
 
     def wait_last_forward(self) -> None:
@@ -103,12 +103,12 @@ class Executor:
 class Pass:
     """One pass through a schedule, and what is under way in it. The caller may run its actions in segments.
 
-    seed: see Executor.run.
+    loss_grad: see Executor.run.
     """
 
-    def __init__(self, executor: Executor, batches: Sequence[object], seed: Tensor | float | None):
+    def __init__(self, executor: Executor, batches: Sequence[object], loss_grad: Tensor | float | None):
         self.executor, self.batches = executor, batches
-        self.seed = None if seed is None else torch.ones((), device=executor.device) * seed
+        self.loss_grad = None if loss_grad is None else torch.ones((), device=executor.device) * loss_grad
         self.loss = torch.zeros((), device=executor.device)
         self.received: dict[Transfer, Tensor] = {}
         self.pending_sends: dict[Transfer, Tensor] = {}
@@ -119,7 +119,7 @@ class Pass:
 
     def run_actions(self, actions: Sequence[Action]) -> None:
         """Run these actions, which follow those that were run before."""
-        executor, training = self.executor, self.seed is not None
+        executor, training = self.executor, self.loss_grad is not None
         executor.begin_pass()
         for chunk in executor.chunks:
             if chunk.training != training:
@@ -130,7 +130,7 @@ class Pass:
                 match action:
                     case Forward():
                         self._compute(self.forward, action)
-                    case Backward():
+                    case Backward():  # and BackwardInput, its subclass
                         self._compute(self.backward, action)
                     case BackwardWeight():
                         self._compute(self.weight_gradients, action)
@@ -138,7 +138,7 @@ class Pass:
                         self.exchange(action)
 
     def _compute(self, work: Callable[[Any], None], op: Operation) -> None:
-        """Run work(op), timed, and note its end. (The device has finished an Exchange when it begins what waits.)"""
+        """Run work(op), timed, and note its end. An Exchange needs no note: what waits for it begins later."""
         stopwatch = self._stopwatch(op)
         if stopwatch is not None:
             stopwatch.begin()
@@ -150,21 +150,21 @@ class Pass:
     def _stopwatch(self, op: Operation) -> Stopwatch | None:
         """Return what times this operation. Evaluations are not timed.
 
-        A stopwatch of one microbatch times the last forward, which waits for no gathered parameters, and the first
-        backward, beside which no gradients are reduced.
+        If only one microbatch is timed, it is the last forward, after all gathers, and the first backward, before all
+        reductions.
         """
         stopwatch = self.executor.pp.activity.stopwatch
-        if stopwatch is None or self.seed is None:
+        if stopwatch is None or self.loss_grad is None:
             return None
         timed = len(self.batches) - 1 if isinstance(op, Forward) else 0
         return stopwatch if not stopwatch.one_microbatch or op.mb == timed else None
 
     def forward(self, op: Forward) -> None:
         x = self._input(op)
-        if x is not None and self.seed is not None:
+        if x is not None and self.loss_grad is not None:
             x.requires_grad_()
         y = self.executor.chunks[op.chunk](self.batches[op.mb], x)
-        if self.seed is not None:
+        if self.loss_grad is not None:
             self.saved[op.mb, op.chunk] = x, get_gradient_edge(y)
         if op.output is None:
             self.loss += y.detach()
@@ -177,7 +177,7 @@ class Pass:
         x, edge = self.saved.pop((op.mb, op.chunk))
         gradient = self._input(op)
         self.executor.begin_backward(op.chunk, op.first, op.last)
-        gradient = self.seed if gradient is None else gradient
+        gradient = self.loss_grad if gradient is None else gradient
         if isinstance(op, BackwardInput):
             with self.executor.weight_queue.collect() as self.deferred[op.mb, op.chunk]:
                 torch.autograd.backward(edge, gradient)

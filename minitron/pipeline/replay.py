@@ -52,27 +52,28 @@ class StaticBatch(Protocol):
 
     packed: Tensor | None
 
-    def for_any(self) -> Self: ...
+    def static_copy(self) -> Self: ...
 
 
-def why_eager(cfg: Config, device: torch.device, packs: bool) -> str | None:
+def why_eager(cfg: Config, device: torch.device, masks_documents: bool) -> str | None:
     """Return why no step of this run can be recorded; None if it can.
 
-    packs: whether attention reads the spans of documents from the device, and so takes all documents in one call.
+    masks_documents: whether attention reads the spans of documents from the device, and so takes all documents in one
+    call.
     """
     if device.type != "cuda":
         return "there is no GPU"
     if cfg.data.separate_documents and cfg.parallel.cp > 1 and cfg.parallel.cp_style != "ulysses":
         keeps = f"parallel.cp_style={cfg.parallel.cp_style} keeps boundaries of documents on the host"
         return f"{keeps}; parallel.cp_style=ulysses does not"
-    if cfg.data.separate_documents and not packs:
+    if cfg.data.separate_documents and not masks_documents:
         keeps = "this attention takes one document after another, by boundaries on the host"
         return keeps if cfg.model.attention == "auto" else f"{keeps}; model.attention=auto does not"
     return None
 
 
 class Segment(NamedTuple):
-    """Actions that become one graph. launches: the microbatches whose batches each launch of it reads."""
+    """Actions that become one graph. launches: for each launch, the microbatches whose batches it reads."""
 
     actions: Sequence[Action]
     launches: Sequence[Sequence[int]]
@@ -149,7 +150,7 @@ class Recording:
     ):
         self.segments, self.actions = planned, list(_launched(planned))
         recorded = {a.mb for segment in planned for a in segment.actions if not isinstance(a, Exchange)}
-        self.static = {mb: batches[mb].for_any() for mb in sorted(recorded)}
+        self.static = {mb: batches[mb].static_copy() for mb in sorted(recorded)}
         run: Pass | None = None
 
         def work(segment: Segment) -> None:

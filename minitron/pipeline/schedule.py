@@ -27,8 +27,8 @@ takes no time here:
     rank 1       F0 B0--- F1 B1--- F2 B2---
 
 ZB-H1 (Qi et al. 2024) splits backwards. Other ranks wait for the gradient of the input (b) alone, and the gradients of
-weights (w) fill the bubble. The order is that of 1F1B, but rank r defers w of r microbatches. The bubble is
-(pp - 1) (f + b - w) seconds instead of (pp - 1) (f + b + w), about a third:
+weights (w) fill the bubble. The order is that of 1F1B, but rank r runs each w r microbatches late; rank 0 defers none.
+The bubble is (pp - 1) (f + b - w) seconds instead of (pp - 1) (f + b + w), about a third:
 
     rank 0    F0 F1    B0--- F2 B1--- B2---
     rank 1       F0 b0 F1 b1 w0 F2 b2 w1 w2
@@ -158,9 +158,8 @@ def make(pp: int, vp: int, num_microbatches: int, kind: Kind = "1f1b") -> Schedu
     Megatron's groups have pp microbatches, and m has to be a multiple of pp.  (A shorter last group stalls the ranks,
     and deadlocks for pp = 4, vp = 3, m = 5.)  Here m // pp groups are as equal as possible, so none has less than pp:
     - m a multiple of pp: Megatron's order.  At most 4 received tensors wait for their use.
-    - m > pp otherwise: the bubble is still (pp - 1) / (vp * m); of 63 at pp = 16 and vp = 4 a thousandth of the step
-      more.  The largest group, of g = ceil(m / (m // pp)), costs (vp - 1) * (g - pp) more chunk activations, and some
-      g - pp more received tensors wait.
+    - m > pp otherwise: the bubble is hardly longer than (pp - 1) / (vp * m).  The largest group has g = ceil(m / (m //
+      pp)) microbatches.  It holds (vp - 1) * (g - pp) more chunk activations and some g - pp more received tensors.
     - m < pp: one group, shorter than the way round.  Every rank idles (vp - 1) * (pp - m) more forwards and backwards.
     zb-h1 (vp = 1): rank r holds the activations of at most pp - r microbatches, as in 1F1B, and for r more what their
     weights' gradients read. That is about as much: pp microbatches on every rank, as rank 0 holds in 1F1B.

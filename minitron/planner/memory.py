@@ -11,17 +11,17 @@ bf16:
     2 w / tp   q, k, v (w wide), 2 n d / tp the attention's output                FP8: and a cast of that
     2 f / tp   the MLP's inner values (gated: 4 f), 2 f / tp its activation       FP8: casts, 1 byte    selective: none
 
-Llama-3 8B: 139 KB a token, at s 8192 1.1 GiB a block and microbatch. `full` leaves one of the sums, and all of this for
-the one block that is in its backward. The last stage's logits become their own gradient. `working` is what an operation
-needs beside what was saved: gradients inside of a block, gathered inputs.
+Llama-3 8B: 139 KB a token, at s 8192 1.1 GiB a block and microbatch. With `full` each block keeps one of the sums, and
+the block that is in its backward keeps all of this. The last stage's logits become their own gradient. `working` is
+what an operation needs beside what was saved: gradients inside of a block, gathered inputs.
 
-A split backward frees that, and leaves both matrices of each weight gradient: the inputs of products that stand above,
-and the gradients of what the products gave, in a block
+A BackwardInput frees these, and keeps both matrices of each weight gradient until the BackwardWeight. They are the
+inputs of the products above and the gradients of their outputs, in a block
 
     w / tp, 2 h / tp, f / tp (gated: 2 f)   times 2                     FP8: casts, 1 byte
 
-With LoRA only adapters have gradients and states, and a product whose weight is frozen leaves no input: no norm's
-result, no activation, but where an adapter reads it, and then in bf16.
+With LoRA only adapters have gradients and states. A product with a frozen weight keeps no input, unless an adapter
+reads it; then it is in bf16.
 
 A step that is recorded as CUDA graphs (pipeline/replay.py) needs more: 4 to 8 KiB in the driver for a kernel or copy.
 The pool of its activations also has more fragments than eager steps have. Evaluation reuses the buffers of
@@ -109,7 +109,7 @@ class Memory(StateBytes):
                 rows, whole = (rows, whole + f * item) if layer == "mlp.down" else (rows + h * item, whole)
         return rows * self.rows + whole * self.tokens
 
-    def put_off(self, stage: int) -> int:
+    def deferred(self, stage: int) -> int:
         """Count the bytes that a BackwardInput of the stage leaves for its BackwardWeight."""
         m, fp8 = self.cfg.model, self.fp8_blocks[stage]
         left = 0
@@ -171,10 +171,10 @@ class Memory(StateBytes):
 
     def activations(self, rank: int, order: Iterable[Operation]) -> Iterator[tuple[Operation, int, int]]:
         """Yield each of a rank's operations with the bytes that backwards still need before and after it."""
-        saved, put_off = ([of(stage) for stage in self.stages(rank)] for of in (self.saved, self.put_off))
+        saved, deferred = ([of(stage) for stage in self.stages(rank)] for of in (self.saved, self.deferred))
         live = 0
         for op in order:
-            kept, left = saved[op.chunk], put_off[op.chunk]
+            kept, left = saved[op.chunk], deferred[op.chunk]
             before, change = live, {Forward: kept, Backward: -kept, BackwardInput: left - kept, BackwardWeight: -left}
             live += change[type(op)]
             yield op, before, live

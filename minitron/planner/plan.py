@@ -148,9 +148,9 @@ class Step:
     def timeline(self, transfer_seconds: float) -> Timeline:
         p = self.cfg.parallel
         schedule, meets = checked_schedule(p.pp, p.vp, self.microbatches, p.schedule)
-        shares = [backward["put_off"] / total(backward) or 0.5 for _, backward in self.parts]  # 0.5: nothing is put off
-        put_off = [share * seconds for share, seconds in zip(shares, self.backward)]
-        return simulate(schedule, self.forward, self.backward, transfer_seconds, put_off, meets)
+        shares = [b["deferred"] / total(b) or 0.5 for _, b in self.parts]  # 0.5: nothing is deferred
+        deferred = [share * seconds for share, seconds in zip(shares, self.backward)]
+        return simulate(schedule, self.forward, self.backward, transfer_seconds, deferred, meets)
 
     def update_seconds(self, rank: int) -> float:
         """Time the update: the norm, AdamW, and the FP8 casts of the new weights.

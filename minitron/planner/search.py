@@ -89,14 +89,14 @@ class Candidate:
 
 class Costs(NamedTuple):
     """Seconds of a microbatch, both ways. layers: all before each layer. least, most: a forward's share of a block's;
-    put_off: the share of weight gradients that a split backward puts off."""
+    deferred: the share of weight gradients that a split backward puts off."""
 
     layers: list[float]
     embedding: float
     head: float
     least: float
     most: float
-    put_off: float
+    deferred: float
 
 
 class Family:
@@ -119,7 +119,7 @@ class Family:
         layers = accumulate((block[layer in in_fp8] for layer in range(m.num_layers)), initial=0.0)
         head = min(sum(map(total, work.head(split))) for split in apart)
         shares = [total(f) / (total(f) + total(b)) for f, b in ways.values()]
-        late = max(b["put_off"] / (total(f) + total(b)) for f, b in ways.values())
+        late = max(b["deferred"] / (total(f) + total(b)) for f, b in ways.values())
         return Costs(list(layers), sum(map(total, work.embedding())), head, min(shares), max(shares), late)
 
     def at_least(self) -> float:
@@ -149,7 +149,7 @@ class Family:
             bounds[0] += sum(stages[:slowest])
             bounds.append(sum(stages) + (count - 1) * costs.least * max(stages[:-1], default=0.0))
         if p.vp == 1:
-            way = (layers[-1] - first) * (1 - costs.put_off)
+            way = (layers[-1] - first) * (1 - costs.deferred)
             bounds.append(way + count * first - min(count, p.pp) * costs.most * first)
         return max(bounds)
 

@@ -24,8 +24,8 @@ it take longer by a share of its time.
 
 `full` recomputation repeats the forward inside the backward, `selective` its norms and activations, or what Megatron
 means by it, attention. A split backward gathers dy once more, for its weight gradients, whose share of its seconds is
-`put_off`. LoRA leaves out the products for dW and what only they need, and adds an adapter's passes: x and y forward (y
-read and written), x twice, dx, and dy twice backward.
+`deferred`. LoRA leaves out the products for dW and what only they need, and adds an adapter's passes: x and y forward
+(y read and written), x twice, dx, and dy twice backward.
 
 Host: a block's kernels and copies, times what launching one takes the host; with a recorded step nothing. A forward or
 backward is as long as the larger of both; what the GPU waits is `host`.
@@ -59,7 +59,7 @@ DROPPED = {False: (2.1, 1.2), True: (1.15, 1.1)}
 NODES, NODES_PER_DOUBLING, NODES_OF_MESSAGES, NODES_OF_FP8, NODES_OF_RING, NODES_OF_ADAPTER = 50, 44, 60, 14, 25, 8
 SHARES = 0.37, 0.63
 UNFUSED_ATTENTION_BACK = 2.0  # its backward makes four products of whole matrices, its forward two
-HIDDEN = ("tp_hidden", "cp_hidden", "dp_hidden", "put_off")  # concurrent with other parts, or within them
+HIDDEN = ("tp_hidden", "cp_hidden", "dp_hidden", "deferred")  # concurrent with other parts, or within them
 
 
 def document_tokens(cfg: Config) -> float:
@@ -134,7 +134,7 @@ class StageTime:
             forward["pointwise"] += self.machine.moved(x + 2 * y)
             backward["pointwise"] += self.machine.moved(3 * x + 2 * y)
             if apart:
-                backward["put_off"] += self.machine.moved(x + y)
+                backward["deferred"] += self.machine.moved(x + y)
         attend = self._attention(forward, backward)
         nodes = self._nodes(fp8)
         for whole, moved, share in zip((forward, backward), self._passes(fp8), SHARES):
@@ -202,7 +202,7 @@ class StageTime:
                     self._beside(weights, cast * width, dw)
         backward.update(weights)
         if apart:
-            backward["put_off"] += total(weights)
+            backward["deferred"] += total(weights)
 
     def _with(self, parts: SecondsByPart, bytes_per_token: int, product_seconds: float, *, gather: bool) -> None:
         """Add a message over tp that a product needs, or that needs the product: in pieces, or alone.

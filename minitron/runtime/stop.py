@@ -18,7 +18,8 @@ Short steps pass several gates at once, so that ten thousand ranks do not all us
 stop by up to ADVANCE_SECONDS. The store alone decides, so the ranks' step times may differ.
 
 The host runs ahead of its GPU. It comes to the gate when the GPU has done the step's last forward
-(`Executor.wait_last_forward`). A signal before that makes the step on the GPU the last one, a later signal the next.
+(`Executor.wait_last_forward`). If a signal comes before that, the step on the GPU is the last one; else the next step
+is.
 
 The same signal a second time ends a rank at once. Within five seconds it is ignored as an echo, since Slurm signals
 every process and torchrun forwards its signals. A SIGINT has exactly one echo, and only under torchrun: the terminal
@@ -26,7 +27,7 @@ sends it to all processes and torchrun forwards it. So Ctrl+C pressed twice ends
 torchrun also sends SIGTERM when a rank has died, and the GPUs of the others would wait for that rank forever. So would
 gloo, if the connection broke under a send. So a rank that has got SIGTERM and does not move ends without saving.
 
-**Skipped updates.** A step whose gradients are not finite changes nothing. In fp16 that is normal: such steps halve the
+**Skipped updates.** A step whose gradients are not finite changes nothing. In fp16 that is normal: such steps lower the
 loss scale until it fits. At a scale of 1, which cannot fall and which other formats always have, something is broken:
 train.max_skipped such steps in a row end the run.
 """

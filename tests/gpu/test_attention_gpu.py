@@ -19,7 +19,7 @@ from attention_twin import (
 )
 from minitron.comm.mesh import Axis
 from minitron.kernels.attention import CUDNN, FLASH_CUDA, REFERENCE, choose
-from minitron.parallel.context import ContextAttention
+from minitron.parallel.context_parallel import ContextAttention
 from minitron.parallel.tiles import as_documents
 from minitron.testing import assert_close_rel
 

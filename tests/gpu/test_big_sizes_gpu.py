@@ -365,7 +365,7 @@ def head():
 def test_products_of_the_head(fused, close):
     gemm, (x, weight, rows, columns) = Gemm(fused.add_product), head()
     with torch.no_grad():
-        y = gemm.forward(weight)(gemm.quantize(x, columnwise=True, record=True))
+        y = gemm.forward(weight)(gemm.quantize(x, columnwise=True, update_history=True))
         close(take(y, rows), take64(x, rows) @ weight.double().t(), BF16, LONG_SUM)
         dy = y.normal_(generator=torch.Generator(GPU).manual_seed(2))
         dx = gemm.input_grad(weight)(gemm.quantize_grad(dy, columnwise=True))
@@ -373,7 +373,9 @@ def test_products_of_the_head(fused, close):
         for times in (1, 2):
             assert (
                 gemm.weight_grad(
-                    weight, gemm.quantize_grad(dy, columnwise=True), gemm.quantize(x, columnwise=True, record=True)
+                    weight,
+                    gemm.quantize_grad(dy, columnwise=True),
+                    gemm.quantize(x, columnwise=True, update_history=True),
                 )
                 is None
             )
@@ -467,7 +469,7 @@ def test_fp8_products_of_the_head(close, recipe):
     """Casts stand for their values, and products are those of what casts stand for."""
     gemm, (x, weight, rows, columns) = fp8_gemm(recipe), head()
     with torch.no_grad():
-        cast, w = gemm.quantize(x, columnwise=True, record=True), gemm._quantized(weight)
+        cast, w = gemm.quantize(x, columnwise=True, update_history=True), gemm._quantized(weight)
         tiled = recipe == "block"
         values = stands_for(w.rowwise, w.rowwise_scale, None, tiled)
         y = gemm.forward(weight)(cast)

@@ -187,7 +187,7 @@ def histories(magnitudes, mesh_shape):
     gemm, scales = state.gemm(0), []
     for step in magnitudes:
         for part in (0.5, 1.0, 0.25):  # microbatches
-            gemm.quantize(torch.full((16, 16), step[mesh.rank] * part).bfloat16(), columnwise=True, record=True)
+            gemm.quantize(torch.full((16, 16), step[mesh.rank] * part).bfloat16(), columnwise=True, update_history=True)
         Fp8States([state]).update_scales()
         scales.append(float(state.scaling.scale[0]))
     return scales, gemm.history[:, 0].clone()
@@ -343,11 +343,11 @@ def test_the_head_is_one_more_product(base, recipe):
     for mine, other in zip(losses, reference):
         assert abs(mine - other) < 0.02 * other  # of these products nothing averages the noise out: they are the logits
     state, head = trainer.chunks[0].fp8_state, trainer.chunks[0].head
-    assert head.linear.gemm is state.gemms[-1] and len(state.gemms) == len(plain.chunks[0].fp8_state.gemms) + 1
-    assert type(plain.chunks[0].head.linear.gemm) is Gemm
+    assert head.op.gemm is state.gemms[-1] and len(state.gemms) == len(plain.chunks[0].fp8_state.gemms) + 1
+    assert type(plain.chunks[0].head.op.gemm) is Gemm
     if recipe == "delayed":
         histories = torch.cat([gemm.history for gemm in state.gemms], 1)  # each its own: together they are all
-        assert torch.equal(histories, state.scaling.history) and (head.linear.gemm.history[0] > 0).all()
+        assert torch.equal(histories, state.scaling.history) and (head.op.gemm.history[0] > 0).all()
         names = [piece.name for piece in trainer.state.histories(trainer.chunks[0])]
         assert names[-1] == "head" and len(names) == len(state.gemms)
 
@@ -419,8 +419,8 @@ def test_what_is_cast_how_often(monkeypatch):
         "dy": 3 * gemms * microbatches,
     }
     blocks = trainer.chunks[0].blocks
-    assert [type(blocks[str(i)].mlp.down.linear.gemm) for i in range(4)] == [Gemm, Fp8Gemm, Fp8Gemm, Gemm]
-    assert type(trainer.chunks[0].head.linear.gemm) is Gemm
+    assert [type(blocks[str(i)].mlp.down.op.gemm) for i in range(4)] == [Gemm, Fp8Gemm, Fp8Gemm, Gemm]
+    assert type(trainer.chunks[0].head.op.gemm) is Gemm
 
 
 def test_the_scalings_of_chunks_move_on_together_as_each_would_alone():
@@ -450,9 +450,7 @@ def test_histories_are_all_that_a_run_needs_to_go_on():
     whole, _ = run(cfg, 6)
     _, trainer = run(cfg, 3)
     gemms = {
-        name: module.linear.gemm
-        for name, module in trainer.chunks[0].named_modules()
-        if isinstance(module, ParallelLinear)
+        name: module.op.gemm for name, module in trainer.chunks[0].named_modules() if isinstance(module, ParallelLinear)
     }
     saved = {name: gemm.history.clone() for name, gemm in gemms.items()}
     assert len(saved) == 4 * MODEL["num_layers"] and "blocks.0.attention.qkv" in saved

@@ -12,7 +12,7 @@ from attention_twin import allowed_pairs, attend_with_grads
 from minitron.comm.mesh import Axis, Mesh
 from minitron.kernels.attention import FLASH_CPU, REFERENCE, Backend, Options
 from minitron.kernels.rng import AttentionDropout
-from minitron.parallel.context import ContextAttention
+from minitron.parallel.context_parallel import ContextAttention
 from minitron.parallel.tiles import as_documents, gathered_tiles, local_positions, ring_tiles
 from minitron.testing import assert_close_rel
 

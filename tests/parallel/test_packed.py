@@ -6,7 +6,7 @@ import torch
 from attention_twin import PACKS, allowed_pairs, attend_with_grads, random_block, random_dropout, run_backend
 from minitron.comm.mesh import Axis
 from minitron.kernels.attention import FLASH_CPU, REFERENCE
-from minitron.parallel.context import ContextAttention
+from minitron.parallel.context_parallel import ContextAttention
 from minitron.parallel.tiles import as_documents
 from minitron.testing import assert_close_rel
 

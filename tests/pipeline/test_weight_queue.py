@@ -130,11 +130,11 @@ def test_one_gather_is_under_way_beside_the_product_before():
     """More would be refused by SymmetricMemoryComm, which has one place for those under way."""
     queue, said = WeightQueue(), []
     with queue.collect() as products:
-        assert queue.holding
+        assert queue.deferring
         for name in "ab":
             trace = Trace(name, said)
             queue.put(trace.begin, trace.add)
-    assert not queue.holding and said == []
+    assert not queue.deferring and said == []
     run_queue(products)
     assert said == ["begin a", "wait a", "begin b", "add a", "wait b", "add b"] and not products
     run_queue(products)  # a stage whose weights are all frozen
@@ -144,4 +144,4 @@ def test_a_backward_that_fails_leaves_nothing_on():
     queue = WeightQueue()
     with pytest.raises(RuntimeError, match="broken"), queue.collect():
         raise RuntimeError("broken")
-    assert not queue.holding
+    assert not queue.deferring

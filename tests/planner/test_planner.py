@@ -405,15 +405,15 @@ def test_a_split_backward_on_paper(overrides):
     assert (after.step_seconds < before.step_seconds) or "finetune.kind=lora" in overrides
     pieces = 1.01 if "parallel.tp=2" in overrides else 1  # dx of columns, scattered in pieces, reads weights again
     assert before.seconds["gemm"] <= after.seconds["gemm"] <= pieces * before.seconds["gemm"]
-    assert before.seconds["put_off"] == 0
-    put_off = {}
+    assert before.seconds["deferred"] == 0
+    deferred = {}
     for event in after.timeline.events:
         if type(event.action) is BackwardWeight:
-            put_off.setdefault(event.rank, event.end - event.start)
-    assert put_off == pytest.approx({rank: step.parts[rank][1]["put_off"] for rank in (1, 2, 3)})
+            deferred.setdefault(event.rank, event.end - event.start)
+    assert deferred == pytest.approx({rank: step.parts[rank][1]["deferred"] for rank in (1, 2, 3)})
     if "finetune.kind=lora" not in overrides:
         assert all(
-            0.15 * step.backward[rank] < seconds < 0.55 * step.backward[rank] for rank, seconds in put_off.items()
+            0.15 * step.backward[rank] < seconds < 0.55 * step.backward[rank] for rank, seconds in deferred.items()
         )
 
 
@@ -427,8 +427,8 @@ def test_what_is_put_off_takes_no_more_than_what_the_forward_left(name, fp8, tp)
         for recompute in ("none", "full")
     )
     for stage in range(4):
-        assert 0.4 * memory.saved(stage) < memory.put_off(stage) <= memory.saved(stage)
-        assert light.put_off(stage) == memory.put_off(stage)
+        assert 0.4 * memory.saved(stage) < memory.deferred(stage) <= memory.saved(stage)
+        assert light.deferred(stage) == memory.deferred(stage)
     whole = Memory(recipe(name, *keys[:-1], "train.recompute=none"), 16, gpus_per_node=8)
     held, first = memory.bytes_by_part(1)["activations"], whole.bytes_by_part(0)["activations"]
     assert whole.bytes_by_part(1)["activations"] < held <= first * 1.001
