@@ -1,24 +1,25 @@
-"""LinearOp layers split over the `tp` axis: a matrix product, and the communication before or after it.
+"""Linear layers split over the `tp` axis: a matrix product, and the communication before or after it.
 
 Problem: one GPU is too small, or too slow, for a layer's weights and activations. The idea (Shoeybi et al. 2019): pair
-a layer split by output columns with one split by input rows. Between them every rank works on its own columns. Only the
-second layer's partial sums must be added up, by g, and only the first one's input gradients, by the adjoint of f:
+a layer split by output columns with one split by input rows. Between them every rank works on its own columns. Only two
+things must be summed over the ranks: the second layer's outputs and the first layer's input gradients.
 
-    x [s, b, h] -f-> ColumnParallel -> [s, b, f/tp] -> activation -> [s, b, f/tp] -> RowParallel -g-> [s, b, h]
+    x [s, b, h] -> gather -> ColumnParallel -> [s, b, f/tp] -> activation -> RowParallel -> scatter -> [s, b, h]
 
-comm/collectives.py explains f and g. Under sequence parallelism (Korthikanti et al. 2022) f gathers the sequence and g
-reduces and scatters it, so norms, dropout and residuals work on s/tp of it. The layers run
+Under sequence parallelism (Korthikanti et al. 2022) `gather` is an all-gather of the sequence and `scatter` a
+reduce-scatter, so norms, dropout and residuals work on s/tp of it. Otherwise `gather` does nothing and `scatter` is an
+all-reduce. Each is the adjoint of the other (f and g in comm/collectives.py):
 
-                    column-parallel                          row-parallel
-    forward         quantize x, f, y = x W^T + bias          quantize x, y = x W^T, g
-    backward        quantize dy, dx = dy W, g;               quantize dy, f, dx = dy W,
-                    meanwhile f of x again, dW += dy^T x     dW += dy^T x
-    split           quantize dy, dx = dy W, g                quantize dy, f, dx = dy W
-    ... later       f of x again, dW += dy^T x               f of dy again, dW += dy^T x
+                    column-parallel                            row-parallel
+    forward         quantize x, gather x, y = x W^T + bias     quantize x, y = x W^T, scatter y
+    backward        quantize dy, dx = dy W, scatter dx;        quantize dy, gather dy, dx = dy W,
+                    meanwhile gather x again, dW += dy^T x     dW += dy^T x
+    split           quantize dy, dx = dy W, scatter dx         quantize dy, gather dy, dx = dy W
+    ... later       gather x again, dW += dy^T x               gather dy again, dW += dy^T x
 
-A `Gemm` (kernels/gemm.py) has the products of a number format. A `ProcessGroupComm` (overlap.py) runs a product with f
-or g, in one piece or in several. Ranks exchange the quantized matrix, so FP8 also halves the traffic. The methods of
-`ColumnOp` and `RowOp` are the table's cells. The autograd functions of a layer, of the MLP (mlp.py) and of
+A `Gemm` (kernels/gemm.py) has the products of a number format. A `ProcessGroupComm` (overlap.py) runs a product with
+its communication, in one piece or in several. Ranks exchange the quantized matrix, so FP8 also halves the traffic. The
+methods of `ColumnOp` and `RowOp` are the table's cells. The autograd functions of a layer, of the MLP (mlp.py) and of
 adapters (model/lora.py) call them. A split backward queues its weight gradients (pipeline/weight_queue.py).
 """
 
