@@ -58,8 +58,8 @@ from minitron.runtime.stragglers import Stragglers
 class Trainer:
     """The parts of a run on this rank.
 
-    runner: launches or replays the passes of a step. rerun: checks each step, if train.rerun is on. base_fingerprint:
-    fingerprint of the frozen weights that adapters are trained beside. eager_reason: why no step can be recorded; None
+    runner: launches or replays the passes of a step. rerun: checks each step, if train.rerun is on. base_fingerprint: of
+    the frozen weights that adapters are trained beside. eager_reason: why no step can be recorded; None
     if steps are recorded, or if train.cuda_graph is off.
     """
 
@@ -82,11 +82,11 @@ class Trainer:
 
         The host reads no result of the device here, except with train.rerun.
         """
-        loss_sum, skip = (self.rerun or self.runner).forward_backward(batches)
+        loss_sum, skip = (self.rerun or self.runner).forward_backward(batches)  # gradients are summed now
         self.fp8.update_scales()  # its small all-reduces come before the optimizer's large all-gathers
         scale = self.scaler.backward_scale(len(batches))
         stats = self.optimizer.step(lr, *local_totals(self.mesh, loss_sum, batches), scale, skip)
-        self.scaler.update(stats.skipped * (not skip))
+        self.scaler.update(stats.skipped * (not skip))  # a step that rerun skips is no overflow
         self.mesh.activity.ended()
         return stats
 
@@ -174,25 +174,13 @@ def build(
     eager = Eager(executor, scaler.backward_scale, gradients.finish, reset)
     runner: Eager | Replay = eager
     records = cfg.train.cuda_graph != "off"
-    eager_reason = why_eager(cfg, mesh.device, chosen.attention.masks_documents) if records else None
-    if records and eager_reason is None:
+    reason = why_eager(cfg, mesh.device, chosen.attention.masks_documents) if records else None
+    if records and reason is None:
         layers = sum(len(stages[i]) for i in mine)
         runner = Replay(eager, mesh, layers, cfg.train.eval_every > 0, log)
     rerun = Rerun(runner, gradients, fp8, scaler, log) if cfg.train.rerun == "on" else None
     return Trainer(
-        cfg,
-        mesh,
-        chunks,
-        gradients,
-        optimizer,
-        executor,
-        scaler,
-        fp8,
-        chosen,
-        runner,
-        rerun,
-        base_fingerprint,
-        eager_reason,
+        cfg, mesh, chunks, gradients, optimizer, executor, scaler, fp8, chosen, runner, rerun, base_fingerprint, reason
     )
 
 

@@ -73,8 +73,7 @@ def test_three_calls_forward_and_four_backward(monkeypatch, fp8, bias):
         y.backward(torch.randn_like(y))
         backward, chains[:] = list(chains), []
         assert [chain[:2] for chain in backward] == [
-            ["_Linear.backward", f"{layer}.backward"]
-            for layer in ("RowOp", "RowOp", "ColumnOp", "ColumnOp")
+            ["_Linear.backward", f"{layer}.backward"] for layer in ("RowOp", "RowOp", "ColumnOp", "ColumnOp")
         ]
         for chain in backward:
             assert len(chain) - 1 <= 4, " -> ".join(chain)
