@@ -58,9 +58,9 @@ from minitron.runtime.stragglers import Stragglers
 class Trainer:
     """The parts of a run on this rank.
 
-    runner: launches or replays the passes of a step. rerun: checks each step, if train.rerun is on. base_fingerprint: of
-    the frozen weights that adapters are trained beside. eager_reason: why no step can be recorded; None
-    if steps are recorded, or if train.cuda_graph is off.
+    runner: launches or replays the passes of a step. rerun: checks each step, if train.rerun is on. base_fingerprint:
+    of the frozen weights beside adapters. eager_reason: why no step can be recorded; None if steps are recorded, or if
+    train.cuda_graph is off.
     """
 
     cfg: Config

@@ -4,6 +4,7 @@ import os
 import signal
 from collections import Counter
 from functools import partial
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a fork of a process whose OpenMP has threads hangs in its first loop
 
@@ -22,28 +23,37 @@ hypothesis.settings.load_profile("minitron")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-MOST_WORKERS = 4  # each may start eight ranks, which need half a GiB each
+WORKERS = 3  # many tests wait; each worker may start eight ranks, which need half a GiB each
+# Eight ranks keep both cores of a small machine busy. Two such files at once would mostly switch between processes.
+ONE_AFTER_ANOTHER = {
+    f"test_{name}" for name in "faults invariance kill lora optim overlap testing replay fp8_weights replicas".split()
+}
 # Files that take minutes begin first, the longest one at once: else the last of them would run alone.
 LONGEST = [
     f"test_{name}"
     for name in "faults slurm invariance supervisor jube replay planner checkpoint local fp8 kill helm dryrun rerun "
-    "fp8_weights random_layouts fuzz tokenizers_hostile scale replicas install lora vocabulary deferred".split()
+    "fp8_weights random_layouts fuzz tokenizers_hostile scale replicas install lora vocabulary weight_queue".split()
 ]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
-    """Of `-n auto`: two workers for a core, since many tests wait. None on GPUs: each test has them for itself."""
-    return 0 if torch.cuda.is_available() else min(2 * (os.cpu_count() or 1), MOST_WORKERS)
+    """Of `-n auto`: more workers than cores, since many tests wait. None on GPUs: each test has them for itself."""
+    return 0 if torch.cuda.is_available() else WORKERS
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """A worker takes a whole file, for its fixtures; workers take the files of LONGEST before all others."""
+    """A worker takes a whole file, for its fixtures. One takes ONE_AFTER_ANOTHER; LONGEST come before all others."""
     from xdist.scheduler import LoadFileScheduling
 
+    class Scheduler(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return "one after another" if Path(file).stem in ONE_AFTER_ANOTHER else file
+
     config.option.loadscopereorder = False  # by the number of tests
-    return LoadFileScheduling(config, log)
+    return Scheduler(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)
