@@ -1,5 +1,7 @@
 """The walk in minitron/README.md shows the code as it is."""
 
+import re
+
 import walk
 
 
@@ -14,3 +16,18 @@ def test_each_step_has_a_picture_and_a_short_excerpt():
     assert len(blocks) == 15 and len(excerpts) == 8
     assert all(lines for _, _, lines in blocks)
     assert {name: len(lines) for name, lines in excerpts.items() if len(lines) > 25} == {}
+
+
+def test_names_in_backquotes_are_in_the_code():
+    """A name such as `run_queue`, or `Bucket.report`: the second part is in the file of the class or module."""
+    code = {file.stem: file.read_text() for file in (walk.ROOT / "minitron").rglob("*.py")}
+    words = {stem: set(re.findall(r"\w+", text)) for stem, text in code.items()}
+    everywhere = set().union(*words.values()) | words.keys()
+    quoted = re.findall(r"`([A-Za-z_]\w*(?:\.\w+)*)(?:\(.*?\))?`", walk.BLOCK.sub("", walk.PAGE.read_text()))
+    names = {name for name in quoted if re.search(r"[a-z][A-Z]|_|\.[a-z]", name) and not name.endswith((".py", ".md"))}
+    assert len(names) > 40
+    for name in names - {"NAME_forward", "NAME_backward"}:
+        first, *others = name.split(".")
+        homes = [words[stem] for stem, text in code.items() if stem == first or f"class {first}" in text]
+        assert {first, *others} <= everywhere | {"jsonl", "log"}, name
+        assert not homes or any(set(others) <= home for home in homes), name

@@ -77,7 +77,7 @@ def row_blocks(shape: tuple[int, ...], most: int) -> Iterator[Box]:
 
 
 def to_global(local: Box, shard: Shard | None) -> Iterator[tuple[Box, tuple[int, ...]]]:
-    """Cut a box of a rank's slice where the slice's chunks end: yield (each part, its start in the whole parameter)."""
+    """Cut a box of a tensor-parallel shard where its chunks end: yield (each part, its start in the whole tensor)."""
     if shard is None:
         yield local, local.start
         return

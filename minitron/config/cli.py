@@ -74,9 +74,10 @@ def output() -> Iterator[None]:
 def user_errors(kind: type[ValueError] = ValueError, *, quiet: bool = False) -> Iterator[None]:
     """Turn an error of this kind inside into one line on stderr and an exit status: 1, or that of a RunError.
 
-    While the command line is parsed and the run is built, every ValueError is a mistake of the user, and all ranks find
-    it; later only a RunError is, whose own `quiet` has priority: perhaps not all ranks raise it. quiet: another rank
-    prints the line. This one exits some seconds later, since torchrun ends all ranks when the first one exits.
+    While the command line is parsed and the run is built, every ValueError is a mistake of the user, and all ranks
+    raise it. Later only a RunError is (kind=RunError). One rank alone may raise it, so its own `quiet` decides. quiet:
+    another rank prints the line. This one exits some seconds later, since torchrun ends all ranks when the first one
+    exits.
     """
     try:
         yield

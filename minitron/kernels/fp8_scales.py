@@ -60,7 +60,7 @@ class DelayedScaling:
         self._views = list(zip(self.scale.split(1), self.amax.split(1)))  # made once: every cast reads two
 
     def scale_and_amax(self, i: int, update_history: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Return views [1] of tensor i: its scale, None without a history; and its amax, None unless `record`."""
+        """Return views [1] of tensor i: scale, None without a history, and amax, None unless `update_history`."""
         scale, amax = self._views[i]
         return scale if self.has_history else None, amax if update_history else None
 
@@ -99,8 +99,8 @@ class WeightScales:
     scale, scale_inv (1 / scale) and amax (of this rank's slices) are float32 [weights]. They stay the same tensors,
     because a recorded step reads them. delayed: the scaling that has these weights, in the same order.
 
-    The optimizer calls begin(). If begin() returns False, it computes amax, all-reduces it over data ranks and calls
-    follow(). Then it casts, and calls end(). If begin() returns True, the cast computes amax.
+    The optimizer calls begin(), casts, and calls end(). If begin() returns True, the cast computes amax. Otherwise the
+    optimizer computes amax before, all-reduces it over data ranks and calls follow().
     """
 
     def __init__(self, num_weights: int, delayed: DelayedScaling | None, device: torch.device):

@@ -33,10 +33,10 @@ ABSENT: Any = None  # a tensor that a payload lacks; typed Any, since a format k
 class Payload(NamedTuple):
     """A matrix x [m, k] as GEMMs read it.
 
-    rowwise: x. The forward product and the input gradient sum along its rows.
-    columnwise: its transpose [k, m], for formats that need both layouts. The weight gradient sums along its rows.
+    rowwise: x. The forward product and the input gradient sum over k, its last dim.
+    columnwise: its transpose [k, m], for formats that need both layouts. The weight gradient sums over m.
     The scales are float32 factors that the values must be multiplied by. Ordinary formats have none. FP8 has one number
-    for the whole tensor, or one per 128 values of a row, [k/128, m], or of a column, [m/128, k].
+    for the whole tensor, or one per 128 summed values: [k/128, m] rowwise, [m/128, k] columnwise.
     """
 
     rowwise: Tensor
@@ -45,15 +45,15 @@ class Payload(NamedTuple):
     columnwise_scale: Tensor = ABSENT
 
     def for_weight_grad(self) -> Payload:
-        """Keep what the weight gradient reads: the transpose, or x if there is no transpose yet."""
+        """Return the part that the weight gradient reads: the transpose, or x if there is no transpose yet."""
         return self if self.columnwise is None else Payload(ABSENT, ABSENT, self.columnwise, self.columnwise_scale)
 
     def detached(self) -> Payload:
-        """Detach the tensors from autograd's graph, which would stay allocated otherwise."""
+        """Detach the tensors, so that they do not keep autograd's graph allocated."""
         return Payload(*(x if x is None else x.detach() for x in self))
 
     def for_product(self) -> Payload:
-        """Keep what the forward product or the input gradient reads, which is also what ranks exchange for it."""
+        """Return the part that the forward product or the input gradient reads, which ranks also exchange for it."""
         return self if self.columnwise is None else Payload(self.rowwise, self.rowwise_scale)
 
     def cut(self, m: slice) -> Payload:
@@ -139,7 +139,7 @@ class Gemm:
     def forward(self, weight: Tensor, bias: Tensor | None = None) -> Product:
         """Return the product x [m, k] -> x W^T + bias [m, n], weight [n, k].
 
-        This casts the weight if the format needs it, so the product may run on several streams.
+        If the format needs a cast of the weight, it is made here, before the product is launched on several streams.
         """
 
         def product(x: Payload, out: Tensor | None = None) -> Tensor:

@@ -60,7 +60,7 @@ class _AddNorm(torch.autograd.Function):
             cast, y = y, x.new_empty(()).expand_as(x)
         ctx.save_for_backward(total, statistics)
         ctx.params, ctx.summed, ctx.ops = (weight, bias, delta_bias), delta is not None, ops
-        ctx.set_materialize_grads(False)  # only its norm reads the last sum
+        ctx.set_materialize_grads(False)  # dtotal is None for the last norm: only the head reads its output
         return total, y, cast
 
     @staticmethod

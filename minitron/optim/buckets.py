@@ -11,8 +11,8 @@ a reduction after the backward would leave the network idle until then. The idea
   5. Each unit of the model (embedding, block, head) waits for the buckets of its parameters, in a forward pre-hook
      that `_wait_before_forward` registers. Code that reads parameters elsewhere calls `wait_parameters` first.
 
-Buckets fill in reverse forward order, in which a backward pass finishes them. Forward order a [9], b [6]; two ranks,
-alignment 4 (`.` is padding, always zero):
+A backward finishes the gradients of the last layer first, so buckets are filled in reverse forward order. Forward order
+a [9], b [6]; two ranks, alignment 4 (`.` is padding, always zero):
 
     b b b b b b . . a a a a | a a a a a . . . . . . .        reduce-scatter ->  rank 0 owns b and a[0:4]
     rank 0's slice          | rank 1's slice                                   rank 1 owns a[4:9]
@@ -166,7 +166,7 @@ class Bucket:
         self.gathered: torch.cuda.Event | None = None  # what a recorded forward waits for
         if stream is not None and slices.axis.size > 1:
             self.gathered = torch.cuda.Event(external=True)
-            self.gathered.record()  # a recording leaves out the wait for an event that was never recorded
+            self.gathered.record()  # graph capture drops the wait for an event that was never recorded
         self.square = torch.zeros((), dtype=torch.float64, device=self.grad.device)
         for span in plan.spans:
             self._adopt(span, self.params[span.name])
@@ -193,7 +193,7 @@ class Bucket:
         return self.data_slice.float() if self.first is None else self.first
 
     def begin_backward(self, first: bool, last: bool) -> None:
-        """Overwrite the last step's gradients in the first backward; count reports in the last one, split or whole."""
+        """In the first backward overwrite the last step's gradients; in the last one, or in both its halves, count."""
         if first:
             for param in self.params.values():
                 assert param.slot is not None
@@ -233,7 +233,7 @@ class Bucket:
             self.expect_gather()
 
     def expect_gather(self) -> None:
-        """Make the next forward wait for the last gather, even if another forward has waited for it."""
+        """Replace the handle by one that waits for the last gather again: a recorded forward must contain the wait."""
         if self.gathered is not None:
             self.gather = Handle(self.data, [self.gathered.wait])
 
@@ -264,7 +264,7 @@ class OwnedPart(NamedTuple):
 
 
 class Gradients:
-    """Owner of the flat buffers of all model chunks of this rank.
+    """Owner of the flat parameters and gradients of all model chunks of this rank.
 
     A training step: begin_backward(chunk, first, last) before every backward; finish(); the optimizer writes each
     bucket's data_slice and starts its gather; after_gathers(). Frozen parameters have no bucket, so they have neither
@@ -314,8 +314,9 @@ class Gradients:
         """Prepare for a backward of this chunk: the `first` or the `last` of the step, or both.
 
         The first gradient of a parameter overwrites the last step's, which saves zeroing the buffers and reading the
-        zeros back. Reports count in the last backward. If backwards are split, call this with `last` before each half;
-        between the halves, earlier microbatches may add gradients, which do not count.
+        zeros back. Reports count in the last backward. If backwards are split, call this with `last` before the
+        last BackwardInput and before the last BackwardWeight. Weight gradients of earlier microbatches run between the
+        two and do not count.
         """
         for bucket in self.chunks[chunk]:
             bucket.begin_backward(first, last)
@@ -347,9 +348,9 @@ class Gradients:
     def _refuse_equal_copies(self) -> None:
         """Raise ValueError, on all ranks, if tp ranks have equal copies of a gradient that the step sums over tp.
 
-        The sum would be tp times the gradient. Equal copies prove nothing in two cases. If all tokens of the batch
-        are the same, the parameter nearest to the loss has equal copies, too. And copies with few bits may be equal by
-        chance. Collective over the world.
+        The sum would be tp times the gradient. Equal copies prove nothing in two cases. If all tokens of the batch are
+        the same, the parameter nearest to the loss has equal copies, too. And gradients with few elements that are not
+        0 may be equal by chance. Collective over the world.
         """
         mesh, slices = self.mesh, [bucket.grad_slice for bucket in self.buckets]
         names = [span.name for bucket in self.buckets if bucket.key.sum_over_tp for span in bucket.plan.spans]

@@ -6,8 +6,8 @@ train different models. The loss shows it much later or never. The idea:
 
   1. Each rank reads the bits of a parameter as integers and adds them up, once as they are and once multiplied by their
      position, which detects a swap. Such sums, modulo 2^64, are exact: equal bits give equal sums in any order.
-  2. All sums of an axis are equal if the largest is the smallest. One all-reduce finds both: the maximum of x, and that
-     of ~x, which is the complement of the minimum of x.
+  2. All sums of an axis are equal if the largest is the smallest. One all-reduce with MAX finds both, since
+     max(~x) = ~min(x).
   3. One number for the world says whether anything differs. It is copied to the host without waiting, and read a step
      later. Only if it is not 0 do ranks exchange their sums, and find the name and the ranks from them.
 
@@ -17,8 +17,8 @@ train different models. The loss shows it much later or never. The idea:
     embedding    the tied weight, on the first and the last stage
 
 A comparison reads the parameters twice, every few hundred steps and before each save, so each checkpoint holds copies
-that were equal. Copies over tp are equal because every rank makes the same sums in the same order. Under sequence
-parallelism they are also summed over tp. Otherwise this needs data groups of one shape and kernels without atomics.
+that were equal. Copies over tp are equal under sequence parallelism because their gradients are summed over tp.
+Without it they are equal if all ranks sum in one order: data groups have one shape, and kernels use no atomics.
 Left out: masters and moments, which differ sooner than the bf16 parameters made of them.
 """
 

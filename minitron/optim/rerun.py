@@ -17,9 +17,9 @@ share of the median, FLOORS. So a loss must be a tenth above it, and a norm elev
 cleared. Checkpoints hold the history.
 
 Each rank compares figures that other ranks' gradients do not reach. They are its part of the loss sum, and the norm of
-its gradients that are not summed yet. The reduce-scatter overwrites the rank's own slice, so a difference between sums
-in own slices counts only if loss and unsummed norm agree on all ranks. Equal means within TOLERANCE: kernels that add
-in another order each time change a norm by some 1e-3, and the faults that matter are larger.
+its gradients that are not summed yet. The rank's own slice holds the sum over ranks, so a wrong value of another rank
+reaches it. A difference there counts only if the other figures agree on all ranks. Equal means within TOLERANCE:
+kernels that add in another order each time change a norm by some 1e-3, and the faults that matter are larger.
 
 Left out: which rank of a tensor- or pipeline-parallel group is faulty, if a wrong value reaches the others before the
 end of the backward. Then all of them are named. A GPU that is wrong in the same way each time is taken for data.

@@ -10,9 +10,9 @@ memory"). Copy engines fetch the slices, and a short kernel adds gradients:
 The traffic is that of a ring: (P - 1) / P of a bucket in and as much out. Gradients arrive in pieces. A piece lands in
 one of two stages while the other one is added. Only barriers and additions take SMs.
 
-No barrier follows a read, because the optimizer's all-reduce over the world is one. Peers read a rank's gradients
-before this all-reduce, and the rank overwrites them after it. Peers read its parameters before the all-reduce of the
-next step, and the rank updates them after that. Left out: several nodes, which share no memory.
+No barrier follows a read, because the optimizer's all-reduce over the world serves as a barrier. Peers read a rank's
+gradients before this all-reduce, and the rank overwrites them after it. Peers read its parameters before the all-reduce
+of the next step, and the rank updates them after that. Left out: several nodes, which share no memory.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ One step, in which the host reads no value:
   1. totals = sum over the world of [loss sum, token count, squared gradient norm]: one all-reduce of three numbers.
   2. gradient of the mean loss = sum / (count * backward_scale); its norm, and from that the clipping factor.
   3. Both divisions become one device scalar that the fused AdamW kernel applies as it reads the gradient.
-  4. If the norm is not finite, it sets `skipped`, and masters, moments and the step count stay as they are.
-  5. AdamW writes the new masters and, from them, parameters of a smaller dtype. `WeightWriter.write` casts FP8 weights
-     and starts the all-gather of each bucket, in all formats. The next forward waits for the gathers (buckets.py).
+  4. If the norm is not finite, `skipped` is 1, and masters, moments and the step count stay as they are.
+  5. AdamW writes the new masters and, from them, parameters of a smaller dtype. `WeightWriter.write` starts the
+     all-gather of each bucket, and casts FP8 weights before. The next forward waits for the gathers (buckets.py).
 
     Two ranks, 24 elements:   rank 0  grad[0:12]  -> master, exp_avg, exp_avg_sq [12] -> data[0:12]  \\  all-gather:
                               rank 1  grad[12:24] -> its own three [12]               -> data[12:24] /  both have [0:24]
@@ -53,7 +53,7 @@ class Stats:
 
     @property
     def skipped(self) -> Tensor:
-        """0-d, 0 or 1: the argument of `LossScaler.update`."""
+        """0-d, 0 or 1."""
         return self.values[2]
 
     def read(self) -> dict[str, float]:
@@ -124,7 +124,7 @@ class Zero1Optimizer:
         self.copied = copied
 
     def _update(self, lr: float, divisor: Tensor, skipped: Tensor) -> None:
-        """Update all slices with gradient / divisor, unless skipped is 1. A gather runs beside the next update."""
+        """Update all slices with gradient / divisor, unless skipped is 1. Each gather overlaps the next update."""
         self.steps += 1 - skipped
         self.copied.wait()
         self.writer.begin()

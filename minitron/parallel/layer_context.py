@@ -59,10 +59,8 @@ class LayerContext:
         own tokens, and with per_head=True that of its own heads. whole_sequence=True: every rank computes the gradient
         of all tokens, so sequence parallelism needs no sum. fp8_scale: see ParamSpec.
         """
-        partial = shard is None and self.axis.size > 1 and (per_head or self.sequence_parallel and not whole_sequence)
-        spec = ParamSpec(
-            shard=shard, decay=len(shape) > 1, std=std, fill=fill, sum_over_tp=partial, fp8_scale=fp8_scale
-        )
+        summed = shard is None and self.axis.size > 1 and (per_head or self.sequence_parallel and not whole_sequence)
+        spec = ParamSpec(shard=shard, decay=len(shape) > 1, std=std, fill=fill, sum_over_tp=summed, fp8_scale=fp8_scale)
         return new_parameter(shape, spec, self.dtype, self.device)
 
 

@@ -76,8 +76,8 @@ class LinearOp(ABC):
     def backward(self, dy: Payload, x: Payload | None, need_dx: bool) -> tuple[Tensor | None, Tensor | None]:
         """Return (dx, dW).
 
-        x: the layer's input; None if the weight is frozen. dW is None if it was added to main_grad, if the schedule
-        computes it later, or if the weight is frozen.
+        x: the layer's input; None if the weight is frozen. dW is a tensor only for a weight without a gradient slot:
+        else it is added to main_grad, now or by the weight queue.
         """
 
 
@@ -245,7 +245,8 @@ class ColumnParallelLinear(ParallelLinear):
 class RowParallelLinear(ParallelLinear):
     """y = x W^T, split by input features: x [s, b, in/tp] -> [s/tp, b, h].
 
-    Without sequence parallelism y is [s, b, h]. The caller adds the bias, in one pass with the residual.
+    Without sequence parallelism y is [s, b, h]. The product has no bias: `Block` passes it to the next norm, which adds
+    it to the residual stream and makes its gradient (`_AddNorm` in model/layers.py).
     """
 
     def __init__(

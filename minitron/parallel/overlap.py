@@ -97,8 +97,9 @@ class SymmetricMemoryComm(ProcessGroupComm):
     the GPU would delay to the product's end. So `copy_stream` has priority: it gets the first SM that becomes free.
     Only copies wait for barriers, so a rank that is ahead can run the products whose operands it has.
 
-    Gathers have two buffers, which they use in turn, and so have scatters. If a rank has
-    passed the barrier of one buffer, all ranks have finished with the other. So no second barrier is needed at the end.
+    Gathers have two buffers, which they use in turn, and so have scatters. A rank comes
+    to the barrier of one buffer after it has read the other. So after this barrier the other buffer is free, and no
+    second barrier is needed at the end.
 
     A layer's products take the GPU some milliseconds, in which the host must launch all of this. So events and views
     are made once, and the stream changes rarely. dtype: of what products return.

@@ -88,8 +88,8 @@ class Executor:
     def wait_last_forward(self) -> None:
         """Wait until the device has finished the last forward of the step.
 
-        The backward and the update leave enough time to queue the next step, so the device does not idle. The host has
-        not started the next step, which a signal may cancel.
+        The backward and the update give the host enough time to queue the next step, so the device does not idle. Until
+        then a signal can still cancel the next step.
         """
         if self.last_forward_done is not None:
             self.last_forward_done.synchronize()
@@ -138,7 +138,7 @@ class Pass:
                         self.exchange(action)
 
     def _compute(self, work: Callable[[Any], None], op: Operation) -> None:
-        """Run work(op), timed, and note its end. An Exchange needs no note: what waits for it begins later."""
+        """Run work(op), timed, and note its end. Exchanges have no end mark: what waits for one begins later."""
         stopwatch = self._stopwatch(op)
         if stopwatch is not None:
             stopwatch.begin()

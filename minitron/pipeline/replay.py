@@ -11,8 +11,10 @@ A graph runs the same kernels on the same memory. So everything that differs fro
 addresses: batches are copied into the recorded ones, parameters and scales are changed in place. The gathers of
 parameters are launched outside; the graph waits for them by events that are declared `external`.
 
-    pp = 1     three graphs, of a microbatch each: the backward of the first writes gradients; the second adds to them,
-               and runs once for each microbatch in the middle; the last also sums them over data ranks
+    pp = 1     three graphs of one microbatch each
+                   first     its backward writes gradients
+                   middle    launched for each further microbatch; its backward adds to the gradients
+                   last      also sums the gradients over data ranks
     pp > 1     microbatches overlap: one graph, or several of at most about MOST_NODES kernels
 
 All graphs of a run share their memory, since one runs after the other. Evaluations are recorded, too, or they would
@@ -84,6 +86,7 @@ def segments(actions: Sequence[Action], pp: int, num_microbatches: int, nodes_pe
     m = num_microbatches
     if pp == 1:
         each = len(actions) // m
+        # For m = 1 or 2 some keys are equal, and the last one counts.
         launches = {0: [[0]], 1: [[mb] for mb in range(1, max(2, m - 1))], m - 1: [[m - 1]]}
         return [Segment(actions[mb * each : (mb + 1) * each], launches[mb]) for mb in sorted(launches) if mb < m]
     # The sums of gradients, which begin in the last backwards, must end in the graph that they begin in.
@@ -311,7 +314,7 @@ class Replay:
         self.eager.reset()
         used, actions = recorder.used(), executor.actions(m, training)  # after the reset, whose memory is free now
         planned = segments(actions, executor.pp.size, m, NODES_PER_LAYER * self.layers * m / len(actions))
-        start = lambda x: Pass(executor, x, self.eager.scale(m) if training else None)  # fp16's scale is recorded, too
+        start = lambda x: Pass(executor, x, self.eager.scale(m) if training else None)  # reads fp16's scale tensor
         end = self.eager.finish if training else lambda: None
         with self.mesh.activity.recording():
             recording = Recording(recorder, planned, batches, start, end)

@@ -38,8 +38,8 @@ hides it. More ticks are not better: NCCL runs a rank's Exchanges in order, so a
 chunk a rank, or fewer microbatches than ranks, a tick does not help on average, so messages take none there.
 
 A backward takes twice the ticks of a forward because its products take twice the time. Ranks wait if the clock differs
-from the real times. b and w need different tick counts, or their messages share an Exchange by chance and the earlier
-one waits.
+from the real times. b and w need different tick counts. Otherwise two messages of different ticks would share an
+Exchange by chance, and the earlier one would wait.
 
 Left out: schedules that split with vp > 1, or that hold more activations and have no bubble (ZB-H2); and weights that
 change in the middle of a batch (PipeDream).

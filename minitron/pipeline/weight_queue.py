@@ -24,7 +24,7 @@ from minitron.comm.handle import Handle
 
 
 class WeightGradient(NamedTuple):
-    """add(begin().wait()) adds a weight's gradient to its main_grad; begin() may communicate."""
+    """begin() starts to gather a matrix; add(matrix) multiplies and adds the product to the weight's main_grad."""
 
     begin: Callable[[], Handle[Any]]
     add: Callable[[Any], object]

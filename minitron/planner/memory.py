@@ -1,8 +1,8 @@
 """Bytes that a rank holds at the peak of a step, by what they are for.
 
 Four things last: parameters (2 bytes each in bf16), their gradients (4, or 2), masters and moments (12, over dp x cp)
-and FP8 casts of weights (2). With precision.fp8_params those of blocks are casts themselves: a byte each, and
-one for their transposes. Activations come and go with the schedule: a chunk's forward leaves what its
+and FP8 casts of weights (2). With precision.fp8_params the blocks' parameters are FP8 bytes: one each, and one
+for their transposes. Activations come and go with the schedule: a chunk's forward leaves what its
 backward needs and frees, so their peak is found by walking over a rank's real operations. A block leaves, per token, in
 bf16:
 
@@ -16,9 +16,9 @@ the block that is in its backward keeps all of this. The last stage's logits bec
 what an operation needs beside what was saved: gradients inside of a block, gathered inputs.
 
 A BackwardInput frees these, and keeps both matrices of each weight gradient until the BackwardWeight. They are the
-inputs of the products above and the gradients of their outputs, in a block
+inputs of the four products and the gradients of their outputs:
 
-    w / tp, 2 h / tp, f / tp (gated: 2 f)   times 2                     FP8: casts, 1 byte
+    w / tp, 2 h / tp, f / tp (gated: 2 f)   2 bytes each                FP8: casts, 1 byte
 
 With LoRA only adapters have gradients and states. A product with a frozen weight keeps no input, unless an adapter
 reads it; then it is in bf16.

@@ -24,8 +24,8 @@ MOST = 2000  # characters of a line
 class RunError(ValueError):
     """An error that ends a run with one line and an exit status, and without a traceback.
 
-    quiet: None if all ranks raise it, so that rank 0 prints the line; False if each rank prints its own; True if this
-    rank prints nothing, because another rank's line gives the reason.
+    quiet: whether this rank prints nothing, because another rank's line gives the reason. None: all ranks raise the
+    error, and rank 0 prints the line.
     """
 
     status: int = 1

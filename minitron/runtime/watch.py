@@ -5,9 +5,9 @@ collective, silently, and with GPUs that look busy. The idea:
 
 1. Each rank has an `Activity`: step, schedule action, collective. The code of the step keeps it up to date, by a few
    attribute writes. Every `Axis` carries it, so collectives find it and it need not be a global.
-2. The thread of `signals.Listener` reads it. If nothing was written for train.hang_seconds, this rank hangs.
-3. A GPU's host runs ahead only until the launch queue is full or `Meter` waits for the step before: a stuck kernel soon
-   stops the host, too. Counters that the device writes after each action (`Progress`), of an eager step or of a
+2. The thread of `signals.Listener` reads it. If nothing was written for train.hang_seconds, this rank hangs. 3. The
+host runs ahead of its GPU by a step at most, so a stuck kernel soon stops the host, too. Counters that the device
+writes after each action (`Progress`), of an eager step or of a
    replayed one, and torch's flight recorder show where the *device* is.
 4. A rank that hangs writes its activity to the store in which the ranks met, which needs no collective. The first one
    lists all. A rank that is missing there is dead, or in C code that holds the interpreter's lock (see `py-spy dump`).

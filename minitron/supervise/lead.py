@@ -9,8 +9,9 @@ node can take over after any write.
     none    a node got a signal to stop                                     end    REQUEUE
             enough nodes have come, and all spares or SPARES_SECONDS        run
             too few have come after --gather-seconds                        end    REQUEUE
-    run     all ranks ended with 0; or a node leaves and none replaces it   end    0
-            all ranks ended with 0, since a node leaves                     stop
+    run     all ranks ended with 0: the job is done, or a node leaves and
+            too few remain                                                  end    0
+            all ranks ended with 0, a node leaves, and enough remain        stop
             a rank or an agent failed, a node is lost                       stop
     stop    a node got a signal to stop                                     end    REQUEUE
             a reason in `verdict`: to start again would not help            end    1
@@ -48,7 +49,7 @@ from minitron.runtime.status import BROKEN, HUNG, LOST, REQUEUE, TAKEN
 STUCK = "has ranks that SIGKILL does not end"  # why a node leaves that must not get another round
 SPARES_SECONDS = 10.0  # that the first round waits for spares
 SETTLE_SECONDS = 6.0  # ranks report a hang up to five seconds apart; the rank that never reports is the one that hangs
-# How a rank ended, by its status, and its order: the cause of a round is the end with the lowest one. A node that
+# The ends of ranks by status, with their order: the cause of a round is the end with the lowest number. A node that
 # leaves has 0, a lost node 1, a signal 2, any other status 4.
 ENDS = {BROKEN: (3, "has a broken device"), HUNG: (6, "hung"), LOST: (7, "lost its partners")}
 SIGNALS = {number.value: number.name for number in signal.Signals}

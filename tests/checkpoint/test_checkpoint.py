@@ -56,7 +56,7 @@ def start_trainer(cfg: Config) -> tuple[Trainer, ResumePoint]:
     torch.set_num_threads(1)
     mesh = mesh_of(cfg)
     start = agree(cfg, mesh, open_weights)
-    trainer = build(cfg, mesh, base=start.base_fingerprint)
+    trainer = build(cfg, mesh, base_fingerprint=start.base_fingerprint)
     restore(start, trainer.state)
     return trainer, start
 
