@@ -61,7 +61,7 @@ def refused(cfg: Config, world: int) -> str | None:
         rules.check(cfg, world)
     except ValueError as error:
         return str(error)
-    return graph.why_eager(cfg, torch.device("cuda"), packs=True) if cfg.train.cuda_graph == "on" else None
+    return graph.why_eager(cfg, torch.device("cuda"), masks_documents=True) if cfg.train.cuda_graph == "on" else None
 
 
 def assert_equals_one_process(ranks, world: int, cfg: Config) -> None:
