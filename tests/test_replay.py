@@ -197,7 +197,7 @@ class BrokenEvaluation(CpuRecorder):
         forward = executor.Pass.forward
 
         def stops(run, op):
-            if run.seed is None:
+            if run.loss_grad is None:
                 raise RuntimeError("operation not permitted")
             return forward(run, op)
 

@@ -257,7 +257,7 @@ def tensors_with(**box) -> dict:
         (dict(layout={"tp": 1.5}), "1.5 is no count"),
         (dict(state={"data": []}), "state.data is no object"),
         (dict(state={"rerun": {"in_a_row": -1}}), "-1 is no count"),
-        (dict(state={"rerun": {"history": {"loss": ["1"]}}}), "state.rerun.history holds what is no finite number"),
+        (dict(state={"rerun": {"history": {"loss": ["1"]}}}), "state.rerun.history holds what is no number"),
         (dict(state={"data": {"train_samples": -1}}), "-1 is no count"),
         (dict(state={"optimizer_steps": 1 << 40}), "optimizer_steps=1099511627776 is no counter"),
         (dict(state={"optimizer_steps": -1}), "optimizer_steps=-1 is no counter"),
