@@ -512,7 +512,7 @@ def test_a_pod_that_is_lost_is_made_again_and_rejoins(tmp_path):
     artifacts = artifacts_of(documents, tmp_path)
     pods = [start_pod(documents, index, tmp_path, address) for index in (0, 1)]
     metrics = artifacts / "metrics.jsonl"
-    until(lambda: metrics.exists() and '"step": 5' in metrics.read_text(), 120)
+    until(lambda: metrics.exists() and '"step": 5' in metrics.read_text(), 600)
     listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pods[1].pid)], capture_output=True, text=True).stdout
     os.kill(int(listed), signal.SIGKILL)  # its supervisor
     assert pods[1].wait(60) == 137
