@@ -17,6 +17,7 @@ from benchmarks import one_rank, partners, recipes, record, workers
 from benchmarks.calibration import DEVICES
 from minitron import train
 from minitron.comm import collectives
+from minitron.comm.activity import Progress
 from minitron.comm.mesh import Axis, Mesh
 from minitron.config import cli, rules
 from minitron.kernels import plain
@@ -207,8 +208,9 @@ def test_gpus_of_a_node_see_each_other():
 def test_a_replays_times_are_those_of_the_captured_events():
     cuda = SimpleNamespace(Event=lambda **options: one_rank.HostEvent(), is_current_stream_capturing=lambda: captures)
     now = iter(range(100))
-    with mock.patch.object(torch, "cuda", cuda), mock.patch.object(one_rank.time, "perf_counter", lambda: next(now)):
+    with mock.patch.object(Progress, "of", return_value=None):
         clock = one_rank.Clock(torch.device("cuda"))
+    with mock.patch.object(torch, "cuda", cuda), mock.patch.object(one_rank.time, "perf_counter", lambda: next(now)):
         for captures in (False, True, False):
             for action in (Forward(0, 0), Forward(1, 0), Exchange((), ()), Backward(0, 0, False), Backward(1, 0, True)):
                 clock.begin(action)

@@ -163,7 +163,7 @@ def test_extras_that_lines_name_exist():
     named = set()
     for path in [*(ROOT / "minitron").rglob("*.py"), *(ROOT / "tools").glob("*.py")]:
         text = path.read_text()
-        named |= set(re.findall(r"pip_install\(['\"]([\w-]+)['\"]", text))
+        named |= set(re.findall(r"(?:pip_install|_installed)\(['\"]([\w-]+)['\"]", text))
         assert "pip install" not in text or path.name in ("installed.py", "kernels.py"), path  # apex is in no registry
     assert named >= {"plot", "tensorboard", "fp8", "flash-attn"} and named <= PROJECT["optional-dependencies"].keys()
 
