@@ -13,12 +13,14 @@ from layouts import GPT3, LLAMA, adapters_that_do_something, config, dataset_of,
 from minitron.comm.mesh import Mesh
 from minitron.config import rules
 from minitron.config.schema import Config
+from minitron.config.sizes import adapters
 from minitron.data.loader import Loader
 from minitron.kernels import fp8_torch, plain
 from minitron.kernels.fp8_scales import ROLES
 from minitron.kernels.gemm import Gemm
 from minitron.kernels.rng import dropout, token_counters
-from minitron.model.lora import FIRST_SITE, Adapter, adapted
+from minitron.model.gpt import whole_model
+from minitron.model.lora import FIRST_SITE, Adapter, adapted, attach
 from minitron.parallel.layer_context import LayerContext
 from minitron.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from minitron.testing import assert_close_rel
@@ -34,6 +36,17 @@ def lora(*targets: str, **keys) -> dict:
         "lora": {"rank": 4, "alpha": 4.0, "targets": targets or ("qkv",), **keys},
         "model": {"num_layers": 4},
     }
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("targets", [("qkv",), ("q", "v", "o"), ALL])
+def test_sizes_are_those_of_the_model(targets, tp):
+    """The planner counts adapters by config/sizes.py: one A for each target of a layer."""
+    cfg = config(LLAMA, lora(*targets), {"parallel": {"tp": tp}})
+    model = whole_model(cfg, Mesh.offline(tp, tp=tp))
+    attach(model, cfg)
+    trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    assert trained == cfg.model.num_layers * sum(size.elements(tp) for size in adapters(cfg).values())
 
 
 # ---- one layer against the formula ----------------------------------------------------------------------------------
