@@ -80,7 +80,7 @@ def test_on_a_gpu_one_microbatch_is_timed_and_on_a_cpu_all_are():
 
     def timed(watch, action):
         axis = SimpleNamespace(activity=SimpleNamespace(stopwatch=watch))
-        run = SimpleNamespace(executor=SimpleNamespace(pp=axis), seed=1.0, batches=range(4))
+        run = SimpleNamespace(executor=SimpleNamespace(pp=axis), loss_grad=1.0, batches=range(4))
         return executor.Pass._stopwatch(run, action) is watch
 
     assert [timed(device, action) for action in actions] == [False, True, True, False, True]
