@@ -156,6 +156,18 @@ def test_the_fingerprint_of_merged_weights_is_of_both_parts(bases, tmp_path, mon
     assert len({*marks, fingerprint(hf.FolderReader(bases("llama")))}) == 3
 
 
+def test_any_box_of_merged_weights_is_a_part_of_the_whole(bases, tmp_path):
+    """A rank of another layout reads rows or columns that begin anywhere."""
+    leg(saving(tuning(bases("llama"), targets=ALL), tmp_path / "run"), 2)
+    merged = open_weights(str(tmp_path / "run"))
+    for name in ("blocks.0.attention.qkv.weight", "blocks.1.attention.out.weight", "blocks.1.mlp.down.weight"):
+        rows, columns = merged.shape(name)
+        whole = merged.read(name, "param", (0, 0), (rows, columns))
+        for row, column in (0, columns // 2), (rows // 2, 0), (rows // 4 + 1, 3):
+            part = merged.read(name, "param", (row, column), (rows - row, columns - column))
+            assert_close_rel(part, whole[row:, column:], 1e-6)
+
+
 # ---- going on -------------------------------------------------------------------------------------------------------
 
 
