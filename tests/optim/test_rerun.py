@@ -241,3 +241,15 @@ def test_losses_that_stay_high_are_a_new_level():
         losses = iter([math.nan, 5.0])
         compared.runner.forward_backward = lambda _: (torch.tensor(next(losses)), False)
         compared.forward_backward([batch])
+
+
+def test_a_step_that_is_not_finite_leaves_the_history():
+    """A spike right after it is still found."""
+    compared = with_history(2.0, 0.5)
+    batch = SimpleNamespace(samples=torch.tensor([7]), count=1)
+    known = {name: list(values) for name, values in compared.history.items()}
+    compared.runner.forward_backward = lambda _: (torch.tensor(math.nan), False)
+    assert not compared.forward_backward([batch])[1]  # the optimizer skips it
+    assert {name: list(values) for name, values in compared.history.items()} == known
+    compared.runner.forward_backward = lambda _: (torch.tensor(50.0), False)
+    assert compared.forward_backward([batch])[1]
