@@ -951,6 +951,13 @@ def test_stages_written_out_as_the_default_has_them_are_one_layout():
     assert sum(1 for _ in layouts(cfg, 8, H100)) == sum(1 for _ in layouts(default, 8, H100))
 
 
+def test_layouts_left_out_as_alike_differ_in_nothing_that_is_planned():
+    """With count beyond all layouts, each schedule is planned with each tp that fits."""
+    found = search(cli.load(SMALL), 8, H100, count=1000)
+    planned = {(job.cfg.parallel.schedule, job.cfg.parallel.tp) for job in found.best}
+    assert planned >= set(itertools.product(("1f1b", "zb-h1"), (1, 2, 4)))
+
+
 def test_a_reason_names_the_whole_rule():
     cfg = cli.load([*SMALL, "model.hidden_size=32", "model.num_kv_heads=2", "precision.fp8=delayed"])
     reasons = search(cfg, 2, H100, count=40).reasons
