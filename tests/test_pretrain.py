@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import warm
+from minitron.checkpoint.load import ResumePoint
 from minitron.config import cli
 from minitron.data.indexed import IndexedWriter
-from minitron.pretrain import run
+from minitron.pretrain import build_data, run
 from minitron.runtime.signals import Listener
 
 ROOT = Path(__file__).parents[1]
@@ -225,3 +226,11 @@ def test_out_of_memory_names_the_part(options, part):
     done = warm.run("-c", code, *TINY, *options)
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
     assert re.match(rf"error: out of memory at ({part}); use more ranks .*tools/plan.py", done.stderr), done.stderr
+
+
+@pytest.mark.parametrize("batch", [2, 8])
+def test_a_run_that_goes_on_with_another_batch_has_samples_to_its_end(batch):
+    """Six steps of four samples are done, four of another batch are left: 24 samples before them, not 6 batches."""
+    cfg = cli.load(["data.source=mock", "train.steps=10", "train.eval_every=0", f"train.global_batch_size={batch}"])
+    data = build_data(cfg, ResumePoint(resume=True, step=6, consumed_samples=24))
+    assert len(data.train) == 24 + 4 * batch

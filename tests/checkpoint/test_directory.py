@@ -214,6 +214,26 @@ def test_of_two_runs_that_start_at_the_same_instant_one_gets_the_directory(tmp_p
     assert third.startswith("2-") and len(list(tmp_path.glob("owner.*"))) == 1
 
 
+def test_a_replaced_step_is_back_if_the_new_one_cannot_be_renamed(tmp_path, monkeypatch):
+    """A run that went back saves a step again, and the disk refuses the rename: the old save has its name again."""
+    write(tmp_path, 2)
+    shard = write_shard((folder := begin(tmp_path, 2, 0)) / "rank_00000.safetensors", [piece(2)])
+    rename = os.rename
+
+    def refuses(source, target):
+        if Path(source) == folder:
+            raise OSError(errno.EIO, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refuses)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        commit(folder, index_bytes({**ABOUT, "iteration": 2}, shard), index_tensors([described(2)]))
+    monkeypatch.undo()
+    old = Reader(newest(tmp_path))
+    old.verify()
+    assert old.iteration == 2 and len(old.names()) > 1
+
+
 def test_a_run_cannot_finish_a_save_that_another_deletes(tmp_path, monkeypatch):
     """Between a look at the owner and a rename another run may start, save, and clear up: then the rename fails."""
     under_way, rmtree = begin(tmp_path, 1, 0), shutil.rmtree
