@@ -226,7 +226,7 @@ def test_a_replaced_step_is_back_if_the_new_one_cannot_be_renamed(tmp_path, monk
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", refuses)
-    with pytest.raises(CheckpointError, match="Input/output error"):
+    with pytest.raises(CheckpointError, match="input/output error"):
         commit(folder, index_bytes({**ABOUT, "iteration": 2}, shard), index_tensors([described(2)]))
     monkeypatch.undo()
     old = Reader(newest(tmp_path))
