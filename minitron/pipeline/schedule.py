@@ -161,8 +161,8 @@ def make(pp: int, vp: int, num_microbatches: int, kind: Kind = "1f1b") -> Schedu
     - m > pp otherwise: the bubble is hardly longer than (pp - 1) / (vp * m).  The largest group has g = ceil(m / (m //
       pp)) microbatches.  It holds (vp - 1) * (g - pp) more chunk activations and some g - pp more received tensors.
     - m < pp: one group, shorter than the way round.  Every rank idles (vp - 1) * (pp - m) more forwards and backwards.
-    zb-h1 (vp = 1): rank r holds the activations of at most pp - r microbatches, as in 1F1B, and for r more what their
-    weights' gradients read. That is about as much: pp microbatches on every rank, as rank 0 holds in 1F1B.
+    zb-h1 (vp = 1): rank r holds the activations of at most pp - r microbatches, as in 1F1B. For r more it holds the
+    matrices of their weight gradients. That is about as much as pp microbatches, which rank 0 holds in 1F1B.
     Source: Narayanan et al. 2021, PipeDream-Flush; and "Efficient large-scale language model training on GPU clusters".
     """
     check_pipeline_sizes(pp, vp, num_microbatches)

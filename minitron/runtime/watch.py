@@ -5,10 +5,10 @@ collective, silently, and with GPUs that look busy. The idea:
 
 1. Each rank has an `Activity`: step, schedule action, collective. The code of the step keeps it up to date, by a few
    attribute writes. Every `Axis` carries it, so collectives find it and it need not be a global.
-2. The thread of `signals.Listener` reads it. If nothing was written for train.hang_seconds, this rank hangs. 3. The
-host runs ahead of its GPU by a step at most, so a stuck kernel soon stops the host, too. Counters that the device
-writes after each action (`Progress`), of an eager step or of a
-   replayed one, and torch's flight recorder show where the *device* is.
+2. The thread of `signals.Listener` reads it. If nothing was written for train.hang_seconds, this rank hangs.
+3. The host runs ahead of its GPU by a step at most, so a stuck kernel soon stops the host, too. The device writes
+   counters after each action (`Progress`), also in a replayed step. They and torch's flight recorder show where the
+   *device* is.
 4. A rank that hangs writes its activity to the store in which the ranks met, which needs no collective. The first one
    lists all. A rank that is missing there is dead, or in C code that holds the interpreter's lock (see `py-spy dump`).
 5. It ends by os._exit, which alone ends a process whose main thread is in C. Then torchrun ends the others.
