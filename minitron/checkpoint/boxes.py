@@ -59,7 +59,7 @@ def boxes_of_range(shape: tuple[int, ...], first: int, last: int) -> list[Box]:
     """Cut elements [first, last) of a flattened tensor into boxes, in memory order: at most 2 * dims - 1 of them."""
     boxes = []
     while first < last:
-        # The outermost dim along which a slab, all of the inner dims, begins here and ends before `last`.
+        # A slab of dim d is one index of d and all of the inner dims. Take the largest that begins here and fits.
         slabs = enumerate(prod(shape[dim + 1 :]) for dim in range(len(shape)))
         dim, slab = next((dim, slab) for dim, slab in slabs if first % slab == 0 and first + slab <= last)
         start = tuple(map(int, np.unravel_index(first, shape)))
@@ -96,8 +96,9 @@ def whole_shape(local: tuple[int, ...], shard: Shard | None) -> tuple[int, ...]:
 def covers(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
     """Tell whether the boxes hold every element of a tensor of this shape exactly once.
 
-    Corners alone tell how often each element is held: +1 from a box's first corner on, -1 from the next corner
-    along each dim, and so on. The sum over all boxes must equal that of the whole tensor; no pair of boxes is compared.
+    A box adds 1 at its first corner and takes it away where it ends. In one dim, [0, 2) and [2, 5) give +1 at 0, -1 at
+    2, +1 at 2, -1 at 5: together those of [0, 5). So the sums at all corners must equal those of the whole tensor, and
+    no pair of boxes is compared.
     """
     if not shape:
         return len(boxes) == 1

@@ -11,8 +11,8 @@ the rounded masters, or their FP8 casts, and an all-gather distributes them.
     checkpoint.local_dir holds a newer, whole save    resume this one instead (destination.py)
 
 A damaged or missing checkpoint, or one of another model, ends the run before its first step. An older checkpoint is
-used only if the user asks for it: checkpoint.resume_step=10 goes back once. A checkpoint saved with this resume_step is
-resumed, so the same command may be started again.
+used only if the user asks for it: checkpoint.resume_step=10 goes back once. Saves of this run note the resume_step, and
+a restart with the same command resumes the newest of them.
 """
 
 from __future__ import annotations
@@ -173,8 +173,8 @@ def _open_newest(directory: Path, resume_step: int | None) -> Reader | None:
     """Open the newest checkpoint. With resume_step, open that of this step, unless the newest one descends from it.
 
     Returns None if there is no checkpoint. Raises CheckpointError, also if the newest one is damaged and others descend
-    from that of resume_step: going back to it again would lose them. Without such others a damaged newest one may be
-    why the user goes back.
+    from that of resume_step: going back to it again would lose them. If no others descend from it, the damage may be
+    the user's reason for going back, and is no error.
     """
     try:
         folder = newest(directory)

@@ -148,7 +148,9 @@ class Checkpointer:
         self.thread = ThreadPoolExecutor(1, "checkpoint", use_device)
         self.running: Future[None] | None = None
         gradients, masters = state.optimizer.gradients, state.optimizer.masters
-        sizes = [x.numel() if gradients.counts(b) else 0 for b, x in zip(gradients.buckets, masters, strict=True)]
+        sizes = [
+            x.numel() if gradients.has_first_copy(b) else 0 for b, x in zip(gradients.buckets, masters, strict=True)
+        ]
 
         def allocate() -> None:
             self.memory = host_memory(len(state.slices()), sum(sizes), pinned=on_gpu)

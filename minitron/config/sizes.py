@@ -41,7 +41,7 @@ def stream_length(cfg: Config) -> int:
 
 
 def in_pieces(tp: int, sequence_parallel: bool, overlap: bool) -> bool:
-    """Tell whether products of tp ranks that read each other's memory run in chunks that overlap with copies."""
+    """Tell whether products run in pieces that overlap with copies, if the tp ranks can read each other's memory."""
     return overlap and sequence_parallel and tp > 1 and tp & (tp - 1) == 0
 
 

@@ -43,10 +43,10 @@ def add_product(out: Tensor, dy: Tensor, x: Tensor, *, add: bool) -> None:
 
 
 def adamw_(
-    states: list[AdamState], steps: Tensor, divisor: Tensor, found_inf: Tensor, hyper: AdamHyper, updated: Updated
+    states: list[AdamState], steps: Tensor, divisor: Tensor, skipped: Tensor, hyper: AdamHyper, updated: Updated
 ) -> None:
     """Update every state, with all numbers of the step on the device; see kernels/plain.py."""
-    skip, steps, inverse = found_inf.int(), steps.int(), divisor.reciprocal()
+    skip, steps, inverse = skipped.int(), steps.int(), divisor.reciprocal()
     lr = torch.full_like(inverse, hyper.lr)
     for i, s in enumerate(states):
         tensors = [list(x.split(PIECE)) for x in (s.grad.float(), s.master, s.average, s.square)]

@@ -19,7 +19,8 @@ A scale brings a tensor's largest magnitude (amax) to the largest value of its f
     Delayed, largest value 448, amax of the last steps 2.0, 3.5, 1.4: scale 448 / 3.5 = 128. A value of 4.0 in this step
     saturates at 3.5, and the next step's scale is 448 / 4.0.
 
-A recomputed forward pass casts the same values with the same scale, so recomputation needs no special case. The first
+A recomputed forward pass casts the same values with the same scale, and adds the same amax to a maximum. So
+recomputation needs no special case. The first
 step of a run has no history, so delayed scaling works like current scaling there. With precision.fp8_params the
 optimizer casts the weight (fp8_scales.py), and this file transposes it. The first and last precision.fp8_bf16_layers
 blocks stay in the model's own format, and so does the head without precision.fp8_head.
@@ -50,10 +51,10 @@ GEMMS_PER_LAYER = 4  # of a transformer block: qkv, out, up, down
 class Fp8Gemm(Gemm):
     """The products of one linear layer in FP8. It keeps the weight's cast until the weight changes.
 
-    dtype: of outputs and input gradients. scaling: has the scales of x, weight and dy, as its tensors `first` to
-    `first` + 2; None: the backend finds them. fp8_scale: of a weight that the optimizer keeps as FP8 bytes; None: this
-    object casts the weight. frozen: the weight never changes, so it is cast once, by its own magnitude, without a
-    history.
+    dtype: that of outputs and input gradients. scaling: holds the scales of x, weight and dy at the indices `first`,
+    `first` + 1 and `first` + 2; None: the backend computes them. fp8_scale: of a weight that the optimizer keeps as FP8
+    bytes; None: this object casts the weight. frozen: the weight never changes, so it is cast once, by its own
+    magnitude, without a history.
     """
 
     backend: TorchFp8
@@ -69,14 +70,14 @@ class Fp8Gemm(Gemm):
         """[HISTORY, 3] amax of x, weight and dy for a checkpoint, a view; None without delayed scaling."""
         return None if self.scaling is None else self.scaling.history[:, self.first : self.first + len(ROLES)]
 
-    def quantize(self, x: Tensor, gathered: Axis = ALONE, *, columnwise: bool, update_history: bool) -> Payload:
-        return self.backend.cast(x, "x", gathered, self._scale("x", update_history), columnwise)
+    def quantize(self, x: Tensor, gather_axis: Axis = ALONE, *, columnwise: bool, update_history: bool) -> Payload:
+        return self.backend.cast(x, "x", gather_axis, self._scale("x", update_history), columnwise)
 
     def producer_cast(self, update_history: bool) -> CastInto | None:
         return self._cast_into("x", update_history)
 
-    def quantize_grad(self, dy: Tensor, gathered: Axis = ALONE, *, columnwise: bool) -> Payload:
-        return self.backend.cast(dy, "dy", gathered, self._scale("dy", True), columnwise)
+    def quantize_grad(self, dy: Tensor, gather_axis: Axis = ALONE, *, columnwise: bool) -> Payload:
+        return self.backend.cast(dy, "dy", gather_axis, self._scale("dy", True), columnwise)
 
     def forward(self, weight: Tensor, bias: Tensor | None = None) -> Product:
         w = self._quantized(weight)

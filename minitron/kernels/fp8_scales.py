@@ -6,7 +6,7 @@ as FP8 bytes (precision.fp8_params), the optimizer casts them. It holds only sli
 scales, and collects the amax of the slices.
 
                  scale of the new weights                           their amax
-    delayed      from the histories, which all ranks share          enters the histories with the step's others
+    delayed      from the histories, which all ranks share          enters the histories with those of the next step
     current      from the new weights: data ranks all-reduce their amax before the cast
 
 A cast of the whole weight would use the same scales, so the bytes are the same.
@@ -99,8 +99,10 @@ class WeightScales:
     scale, scale_inv (1 / scale) and amax (of this rank's slices) are float32 [weights]. They stay the same tensors,
     because a recorded step reads them. delayed: the scaling that has these weights, in the same order.
 
-    The optimizer calls begin(), casts, and calls end(). If begin() returns True, the cast computes amax. Otherwise the
-    optimizer computes amax before, all-reduces it over data ranks and calls follow().
+    The optimizer calls these in one of two orders:
+
+        begin() is True     cast, which computes amax; end()
+        begin() is False    compute amax, all-reduce it over data ranks; follow(); cast; end()
     """
 
     def __init__(self, num_weights: int, delayed: DelayedScaling | None, device: torch.device):
@@ -122,7 +124,7 @@ class WeightScales:
         self._set(scale_of(self.amax, fp8_max(FP8_DTYPES["weight"])))
 
     def end(self) -> None:
-        """Pass amax to delayed scaling, so that it enters the histories with the step's others."""
+        """Pass amax to delayed scaling. It enters the histories after the next step, which uses these weights."""
         if self.delayed is not None:
             self._of_delayed(self.delayed.amax).copy_(self.amax)
 

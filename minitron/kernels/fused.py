@@ -7,7 +7,8 @@ registers, arithmetic in float32. Import this file only on CUDA devices, where t
     kernel          tensors of the result's size that it reads and writes
     add_norm        2 and 2, backward 3 and 1; with a cast 2, 1 and bytes
     cast            1 and bytes: once rowwise, once columnwise
-    swiglu, gelu    2 and 1, backward 3 and 2; GELU backward 2 and 1; with a cast bytes instead of the result
+    swiglu          2 and 1, backward 3 and 2; with a cast bytes instead of the result
+    gelu            1 and 1, backward 2 and 1; with a cast the same
     rotate, merge   1 and 1, in place; 2 and 1
     square_sum      1 and 0; sum_parts one for each part, and 1; add_rows 3 and 2, of the rows that a token has
     cross-entropy   1 and 0, backward 1 and 1 over the logits
@@ -624,9 +625,9 @@ def softmax_gradient_(logits: Tensor, labels: Tensor, first: int, lse: Tensor, d
 
 
 @triton.jit
-def _adamw(master, grad, average, square, param, corrections, divisor, found_inf, numbers, n, BLOCK: tl.constexpr):
+def _adamw(master, grad, average, square, param, corrections, divisor, skipped, numbers, n, BLOCK: tl.constexpr):
     lr, beta1, beta2, rest1, rest2, eps, decay = numbers
-    if tl.load(found_inf) == 0.0:
+    if tl.load(skipped) == 0.0:
         i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = i < n
         g = tl.load(grad + i, inside).to(tl.float32) / tl.load(divisor)
@@ -642,14 +643,14 @@ def _adamw(master, grad, average, square, param, corrections, divisor, found_inf
 
 
 def adamw_(
-    states: list[AdamState], steps: Tensor, divisor: Tensor, found_inf: Tensor, hyper: AdamHyper, updated: Updated
+    states: list[AdamState], steps: Tensor, divisor: Tensor, skipped: Tensor, hyper: AdamHyper, updated: Updated
 ) -> None:
     """Update each state in one pass over memory; see kernels/plain.py."""
     corrections = torch.stack([1 - beta ** steps.double() for beta in hyper.betas]).float()
     rests = [1 - beta for beta in hyper.betas]  # here in float64: in the kernel's float32, 1 - 0.999 is 1e-5 off
     for i, s in enumerate(states):
         n, param = s.master.numel(), None if s.param.dtype == torch.float32 else s.param  # then it is the master
-        tensors = s.master, s.grad, s.average, s.square, param, corrections, divisor, found_inf
+        tensors = s.master, s.grad, s.average, s.square, param, corrections, divisor, skipped
         numbers = hyper.lr, *hyper.betas, *rests, hyper.eps, s.decay
         _adamw[(triton.cdiv(n, 4096),)](*tensors, numbers, n, BLOCK=4096, num_warps=8)
         updated(i)

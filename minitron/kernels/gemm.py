@@ -33,7 +33,7 @@ ABSENT: Any = None  # a tensor that a payload lacks; typed Any, since a format k
 class Payload(NamedTuple):
     """A matrix x [m, k] as GEMMs read it.
 
-    rowwise: x. The forward product and the input gradient sum over k, its last dim.
+    rowwise: x. The forward product (m tokens, k inputs) and the input gradient (m tokens, k outputs) sum over k.
     columnwise: its transpose [k, m], for formats that need both layouts. The weight gradient sums over m.
     The scales are float32 factors that the values must be multiplied by. Ordinary formats have none. FP8 has one number
     for the whole tensor, or one per 128 summed values: [k/128, m] rowwise, [m/128, k] columnwise.
@@ -45,7 +45,7 @@ class Payload(NamedTuple):
     columnwise_scale: Tensor = ABSENT
 
     def for_weight_grad(self) -> Payload:
-        """Return the part that the weight gradient reads: the transpose, or x if there is no transpose yet."""
+        """Return the part that the weight gradient reads: the transpose, or all of it if there is no transpose."""
         return self if self.columnwise is None else Payload(ABSENT, ABSENT, self.columnwise, self.columnwise_scale)
 
     def detached(self) -> Payload:
@@ -53,7 +53,7 @@ class Payload(NamedTuple):
         return Payload(*(x if x is None else x.detach() for x in self))
 
     def for_product(self) -> Payload:
-        """Return the part that the forward product or the input gradient reads, which ranks also exchange for it."""
+        """Return what the forward product and the input gradient read, and ranks exchange: no transpose."""
         return self if self.columnwise is None else Payload(self.rowwise, self.rowwise_scale)
 
     def cut(self, m: slice) -> Payload:
@@ -120,10 +120,10 @@ class Gemm:
     def __init__(self, add_product: Callable[..., None]):
         self.add_product = add_product
 
-    def quantize(self, x: Tensor, gathered: Axis = ALONE, *, columnwise: bool, update_history: bool) -> Payload:
+    def quantize(self, x: Tensor, gather_axis: Axis = ALONE, *, columnwise: bool, update_history: bool) -> Payload:
         """Return a layer's input x [m, k] as its products read it.
 
-        gathered: ranks that gather x afterwards, and so need one scale. columnwise: a weight gradient reads x, too.
+        gather_axis: ranks that gather x afterwards, and so need one scale. columnwise: a weight gradient reads x, too.
         update_history: its magnitude enters the scales of later steps; False in evaluation.
         """
         return Payload(x)
@@ -132,7 +132,7 @@ class Gemm:
         """Return the cast for the kernel that computes x; None if no cast is wanted or its scale is not known yet."""
         return None
 
-    def quantize_grad(self, dy: Tensor, gathered: Axis = ALONE, *, columnwise: bool) -> Payload:
+    def quantize_grad(self, dy: Tensor, gather_axis: Axis = ALONE, *, columnwise: bool) -> Payload:
         """Return the gradient dy [m, n] of a layer's output as its products read it."""
         return Payload(dy)
 

@@ -88,8 +88,8 @@ def add_norm_backward(
 
 # ---- activations -----------------------------------------------------------------------------------------------------
 # A backward returns the gradient dx of the input. sums: also return the float32 sum of dx over all dims but the last,
-# the gradient of a bias before the activation. into: return the cast of the result, a matrix, instead of the result. It
-# is rounded to x's dtype before the cast.
+# the gradient of a bias before the activation. into: return the cast of the result, a matrix, instead of the result.
+# The result is rounded to x's dtype before the cast.
 
 
 def swiglu_forward(x: Tensor, into: CastInto | None = None) -> Tensor | Payload:
@@ -305,18 +305,18 @@ class AdamHyper(NamedTuple):
 
 
 def adamw_(
-    states: list[AdamState], steps: Tensor, divisor: Tensor, found_inf: Tensor, hyper: AdamHyper, updated: Updated
+    states: list[AdamState], steps: Tensor, divisor: Tensor, skipped: Tensor, hyper: AdamHyper, updated: Updated
 ) -> None:
-    """Update every state with grad / divisor, unless found_inf is 1, and cast the master to `param`.
+    """Update every state with grad / divisor, unless skipped is 1, and cast the master to `param`.
 
-    steps: updates including this one. steps, divisor and found_inf are 0-d float32 on the device. Gradients are invalid
+    steps: updates including this one. steps, divisor and skipped are 0-d float32 on the device. Gradients are invalid
     after this call. It calls updated(i) as soon as state i has its new parameters.
     """
     for decay in {s.decay for s in states}:
         masters, grads, averages, squares, _, _ = map(list, zip(*(s for s in states if s.decay == decay)))
         grads = [grad.float() for grad in grads]
         rates = dict(lr=hyper.lr, beta1=hyper.betas[0], beta2=hyper.betas[1], weight_decay=decay)
-        options: dict[str, Any] = rates | dict(eps=hyper.eps, grad_scale=divisor, found_inf=found_inf)
+        options: dict[str, Any] = rates | dict(eps=hyper.eps, grad_scale=divisor, found_inf=skipped)
         options |= dict(amsgrad=False, maximize=False)
         torch._fused_adamw_(masters, grads, averages, squares, [], [steps] * len(masters), **options)
     for i, s in enumerate(states):

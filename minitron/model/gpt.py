@@ -114,7 +114,8 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)): the residual stream x is [s/cp/tp, b, h].
 
-    Each of these sums, with the bias that attention and MLP leave out, is made by the norm that reads it next.
+    The norm that reads a sum next computes it, with the bias that attention and MLP leave out (`Residual` in
+    layers.py).
     """
 
     def __init__(self, cfg: Config, mesh: Mesh, context: LayerContext, layer: int, fp8_state: Fp8State):
@@ -169,7 +170,7 @@ class Embedding(nn.Module):
             context, rows = self.context, batch.positions
             if context.sequence_parallel:
                 rows = slice_along(rows, context.axis)
-            # All tp ranks then compute this gradient, so each must sum in the same order.
+            # Without sequence parallelism all tp ranks compute this gradient, so each must sum in the same order.
             same_on_all = context.axis.size > 1 and not context.sequence_parallel
             x = x + lookup(rows, self.positions, 0, context.kernels.ops, in_order=same_on_all)
         if not self.training:

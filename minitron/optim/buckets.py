@@ -158,7 +158,7 @@ class Bucket:
         self.data = slices.zeros(plan.size, torch.uint8 if in_fp8 else plan.key.dtype)  # no collective knows FP8
         self.grad = slices.zeros(plan.size, grad_dtype)
         self.data_slice, self.grad_slice = slices.own(self.data), slices.own(self.grad)
-        self.first = self._first_values() if in_fp8 else None
+        self.first_values = self._first_values() if in_fp8 else None
         self.pending: dict[str, int] | None = None  # name -> reports still to come; None before the last backward
         self.counting = False
         self.reduction: Handle[Tensor] = Handle(self.grad_slice)
@@ -174,7 +174,7 @@ class Bucket:
     def _adopt(self, span: Span, param: Param) -> None:
         place = slice(span.start, span.start + span.numel)
         view = self.data[place].view(self.key.dtype).view(param.shape)
-        if self.first is None:
+        if self.first_values is None:
             view.copy_(param.detach())
         param.data = view
         param.slot = GradSlot(self.grad[place].view(param.shape), partial(self.report, span.name))
@@ -190,10 +190,10 @@ class Bucket:
 
     def first_masters(self) -> Tensor:
         """Return the first masters of this rank's slice, float32: the slice itself if it is float32."""
-        return self.data_slice.float() if self.first is None else self.first
+        return self.data_slice.float() if self.first_values is None else self.first_values
 
     def begin_backward(self, first: bool, last: bool) -> None:
-        """In the first backward overwrite the last step's gradients; in the last one, or in both its halves, count."""
+        """In the first backward let gradients replace the last step's. In the last one count reports."""
         if first:
             for param in self.params.values():
                 assert param.slot is not None
@@ -233,7 +233,7 @@ class Bucket:
             self.expect_gather()
 
     def expect_gather(self) -> None:
-        """Replace the handle by one that waits for the last gather again: a recorded forward must contain the wait."""
+        """Make a new handle for the last gather: a forward that is recorded must wait for it once more."""
         if self.gathered is not None:
             self.gather = Handle(self.data, [self.gathered.wait])
 
@@ -314,9 +314,8 @@ class Gradients:
         """Prepare for a backward of this chunk: the `first` or the `last` of the step, or both.
 
         The first gradient of a parameter overwrites the last step's, which saves zeroing the buffers and reading the
-        zeros back. Reports count in the last backward. If backwards are split, call this with `last` before the
-        last BackwardInput and before the last BackwardWeight. Weight gradients of earlier microbatches run between the
-        two and do not count.
+        zeros back. Reports are counted in the last backward. If it is split, they are counted in its BackwardInput and
+        in its BackwardWeight, but not in those of earlier microbatches, which run between the two.
         """
         for bucket in self.chunks[chunk]:
             bucket.begin_backward(first, last)
@@ -348,9 +347,9 @@ class Gradients:
     def _refuse_equal_copies(self) -> None:
         """Raise ValueError, on all ranks, if tp ranks have equal copies of a gradient that the step sums over tp.
 
-        The sum would be tp times the gradient. Equal copies prove nothing in two cases. If all tokens of the batch are
-        the same, the parameter nearest to the loss has equal copies, too. And gradients with few elements that are not
-        0 may be equal by chance. Collective over the world.
+        The sum would be tp times the gradient. Equal copies are allowed in two cases. If all tokens of the batch are
+        the same, the parameter nearest to the loss has equal copies, too. And a gradient with few elements that are
+        not 0 may have equal copies by chance: with n of them the chance is about eps ** n. Collective over the world.
         """
         mesh, slices = self.mesh, [bucket.grad_slice for bucket in self.buckets]
         names = [span.name for bucket in self.buckets if bucket.key.sum_over_tp for span in bucket.plan.spans]
@@ -362,6 +361,7 @@ class Gradients:
         highest = torch.stack([own, -own])
         all_reduce_(highest, mesh.tp, op=dist.ReduceOp.MAX)
         spread = highest[0] + highest[1]  # between the largest and the smallest
+        # A row each: whether copies differ at all, elements that are not 0, whether norms differ by more than rounding.
         found = torch.stack([spread.any(1), own[:, 2], spread[:, 1] > 1e-3 * highest[0, :, 1]])
         all_reduce_(found, mesh.dp_cp)
         equal = (found[0] == 0) & (self.eps ** found[1] < 1e-6)
@@ -391,7 +391,7 @@ class Gradients:
             bucket.reduction, bucket.pending = Handle(bucket.grad_slice), None
             bucket.expect_gather()
 
-    def counts(self, bucket: Bucket) -> bool:
+    def has_first_copy(self, bucket: Bucket) -> bool:
         """Return whether this rank holds the first copy over tp and stages, which norms and saves count."""
         return (self.mesh.tp.rank == 0 or not bucket.key.replicated) and (self.mesh.pp.rank == 0 or not bucket.key.tied)
 
@@ -399,7 +399,7 @@ class Gradients:
         """Return this rank's part of the squared global norm, 0-d float64. The world's sum counts each element once."""
         squares = [
             bucket.square if bucket.early_norm else bucket.square_sum(bucket.grad_slice)
-            for bucket in filter(self.counts, self.buckets)
+            for bucket in filter(self.has_first_copy, self.buckets)
         ]
         return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.mesh.device)
 

@@ -5,7 +5,7 @@ nothing else reads those 2 bytes an element, in memory and in traffic. The idea:
 updated, and ranks gather the casts. A weight has one scale, and several ranks have its slices:
 
     delayed     per bucket: update, cast with the scale of the histories, gather. The amax of the slices enter the
-                histories with the step's others, without another collective
+                histories with those of the next step, without another collective
     current     update all buckets, compute the amax of each slice, all-reduce them over the data ranks for all weights
                 at once, cast, gather
 

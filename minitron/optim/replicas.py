@@ -133,7 +133,9 @@ class Replicas(Observer):
 def checksum(x: Tensor) -> Tensor:
     """Add up the bits of x [..., n] as integers: [plain sum, sum of each times its position], int64, modulo 2^64."""
     rows = x.detach().reshape(-1, x.shape[-1])
-    words = rows.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[rows.itemsize])
+    # Words as wide as rows allow: a sum in int64 first converts narrower ones, in memory.
+    widths = torch.int64, torch.int32, torch.int16, torch.uint8
+    words = rows.view(next(word for word in widths if rows.shape[1] * rows.itemsize % word.itemsize == 0))
     height, width = words.shape
     # The position of a word is its row times the words in a row, plus its column. So no sum needs a copy of x.
     place = torch.arange(max(words.shape), device=x.device)

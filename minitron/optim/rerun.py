@@ -12,13 +12,13 @@ if the loss or the gradients' norm is suspicious, compute the same microbatches 
 Both runs read the same batches, weights, scales and dropout counters. A recorded step is replayed. A figure is
 suspicious if it is not finite, or more than SPREADS spreads above the median of the last WINDOW steps. The spread is
 1.4826 times the median distance from the median (Hampel's identifier, which outliers do not change), and at least a
-share of the median, FLOORS. So a loss must be a tenth above it, and a norm eleven times as large, near the factor of
-10 at which Megatron-LM runs a step again. After IN_A_ROW skipped spikes the losses are a new level: the history is
-cleared. Checkpoints hold the history.
+share of the median, FLOORS. With the smallest spread a loss is suspicious from 1 + 10 * 0.01 times the median on, and a
+norm from 1 + 10 * 1 times on. Megatron-LM runs a step again from 10 times on. After IN_A_ROW skipped spikes the losses
+are a new level: the history is cleared. Checkpoints hold the history.
 
-Each rank compares figures that other ranks' gradients do not reach. They are its part of the loss sum, and the norm of
-its gradients that are not summed yet. The rank's own slice holds the sum over ranks, so a wrong value of another rank
-reaches it. A difference there counts only if the other figures agree on all ranks. Equal means within TOLERANCE:
+A rank compares what it computed alone: its part of the loss sum, and its gradients outside of its own slice, which the
+reduce-scatter leaves as they were. Its own slice holds the sum over ranks, with the wrong values of others. So a
+difference in this slice counts only if no rank differs in what it computed alone. Equal means within TOLERANCE:
 kernels that add in another order each time change a norm by some 1e-3, and the faults that matter are larger.
 
 Left out: which rank of a tensor- or pipeline-parallel group is faulty, if a wrong value reaches the others before the
@@ -109,14 +109,16 @@ class Rerun:
                 self.history[name].append(value)
             self.in_a_row = 0
             return loss_sum, False
-        first, finite = self._own_figures(loss_sum, batches), all(map(math.isfinite, figures.values()))
+        first = self._own_figures(loss_sum, batches)
+        finite_norm = math.isfinite(figures["gradient norm"])
+        finite = finite_norm and math.isfinite(figures["loss"])
         self.fp8.drop_casts()
         loss_sum, _ = self.runner.forward_backward(batches)
         if wrong := self._differing(first, second := self._own_figures(loss_sum, batches)):
             raise self._blame(why, wrong)
         if self.scaler.dynamic and math.isfinite(figures["loss"]) and not finite:
             return loss_sum, False  # the loss scale is too large, as it is now and then
-        skip = finite and self.in_a_row < IN_A_ROW
+        skip = finite_norm and (not finite or self.in_a_row < IN_A_ROW)  # else the optimizer skips
         self.in_a_row = self.in_a_row + 1 if skip else 0
         if finite and not skip:
             for values in self.history.values():

@@ -55,11 +55,16 @@ class LayerContext:
         """Make this rank's part of a parameter of full `shape`, cut by `shard` (None: replicated over tp).
 
         std: of its normal initialisation; None fills it with `fill`. Matrices decay, vectors do not. The gradient of a
-        replicated parameter is summed over tp in two cases: under sequence parallelism a rank has the gradient of its
-        own tokens, and with per_head=True that of its own heads. whole_sequence=True: every rank computes the gradient
-        of all tokens, so sequence parallelism needs no sum. fp8_scale: see ParamSpec.
+        replicated parameter is summed over tp if a rank has a part of it:
+
+                                   under sequence parallelism    without
+            (neither)              summed: of its tokens         complete
+            whole_sequence=True    complete                      complete
+            per_head=True          summed: of its heads          summed: of its heads
+
+        fp8_scale: see ParamSpec.
         """
-        summed = shard is None and self.axis.size > 1 and (per_head or self.sequence_parallel and not whole_sequence)
+        summed = shard is None and self.axis.size > 1 and (per_head or (self.sequence_parallel and not whole_sequence))
         spec = ParamSpec(shard=shard, decay=len(shape) > 1, std=std, fill=fill, sum_over_tp=summed, fp8_scale=fp8_scale)
         return new_parameter(shape, spec, self.dtype, self.device)
 

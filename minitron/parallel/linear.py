@@ -14,8 +14,8 @@ all-reduce. Each is the adjoint of the other (f and g in comm/collectives.py):
     forward         quantize x, gather x, y = x W^T + bias     quantize x, y = x W^T, scatter y
     backward        quantize dy, dx = dy W, scatter dx;        quantize dy, gather dy, dx = dy W,
                     meanwhile gather x again, dW += dy^T x     dW += dy^T x
-    split           quantize dy, dx = dy W, scatter dx         quantize dy, gather dy, dx = dy W
-    ... later       gather x again, dW += dy^T x               gather dy again, dW += dy^T x
+    ZB-H1: input    quantize dy, dx = dy W, scatter dx         quantize dy, gather dy, dx = dy W
+    ZB-H1: weight   gather x again, dW += dy^T x               gather dy again, dW += dy^T x
 
 A `Gemm` (kernels/gemm.py) has the products of a number format. A `ProcessGroupComm` (overlap.py) runs a product with
 its communication, in one piece or in several. Ranks exchange the quantized matrix, so FP8 also halves the traffic. The
@@ -49,8 +49,8 @@ RecomputeInput = Callable[[], Tensor | Quantized]
 class LinearOp(ABC):
     """A weight with what its products need, and the passes that autograd functions call.
 
-    bias: added by the product of a column-parallel layer; None in a row-parallel one. input_axis: the ranks whose
-    inputs are gathered, which must agree on a scale. grad_axis: the ranks whose output gradients are gathered.
+    bias: added by the product of a column-parallel layer; None in a row-parallel one. input_axis, grad_axis: the ranks
+    that gather each other's x or dy. They need one FP8 scale for it. An axis of one rank if nothing is gathered.
     """
 
     weight: Param

@@ -56,7 +56,10 @@ class ProcessGroupComm:
         """Drop the state of an unfinished graph capture: ranks may have come to different places in it."""
 
     def gather_matmul(self, x: Payload, product: Product, n: int, keep: bool = False) -> tuple[Tensor, Payload | None]:
-        """Return product(f(x)), and f(x) if `keep`: x [m, k] -> [tp m, n]; [m, n] without a gather."""
+        """Return product(f(x)), and f(x) if `keep`, else None.
+
+        x [m, k] -> [tp m, n] and [tp m, k] under sequence parallelism, else [m, n] and [m, k].
+        """
         whole = self.start_gather(x).wait()
         return product(whole), whole if keep else None
 
@@ -97,12 +100,13 @@ class SymmetricMemoryComm(ProcessGroupComm):
     the GPU would delay to the product's end. So `copy_stream` has priority: it gets the first SM that becomes free.
     Only copies wait for barriers, so a rank that is ahead can run the products whose operands it has.
 
-    Gathers have two buffers, which they use in turn, and so have scatters. A rank comes
-    to the barrier of one buffer after it has read the other. So after this barrier the other buffer is free, and no
-    second barrier is needed at the end.
+    Gathers use two buffers A and B in turn, and so do scatters. One barrier for each use is enough:
+
+        write A, barrier, read A      write B, barrier, read B      write A, ...
+                                               |  all ranks are here, so all have read A: it may be written
 
     A layer's products take the GPU some milliseconds, in which the host must launch all of this. So events and views
-    are made once, and the stream changes rarely. dtype: of what products return.
+    are made once, and the stream changes rarely. dtype: that of a product's result.
     """
 
     def __init__(self, axis: Axis, device: torch.device, dtype: torch.dtype, sum_parts: Callable[[Tensor], Tensor]):
@@ -118,8 +122,11 @@ class SymmetricMemoryComm(ProcessGroupComm):
         self._turns: dict[str, int] = {}  # the index of the buffer that was used last
 
     def begin_pass(self) -> None:
-        """Begin with the first of two buffers, as every replay of a recorded pass does."""
-        if 0 in self._turns.values():  # the pass before used it last: other ranks may still read it
+        """Begin with buffer A, as every replay of a recorded pass does.
+
+        If the last pass ended with A, other ranks may still read it. A barrier on any buffer waits for them.
+        """
+        if 0 in self._turns.values():
             self._buffers[next(iter(self._buffers))][0].barrier()
         self.reset()
 
@@ -263,7 +270,7 @@ class SymmetricMemoryComm(ProcessGroupComm):
 
 
 class _Piece(NamedTuple):
-    """Ranks first ... first + len(ranks) - 1. ranks: the same, in the order in which this rank reads from them."""
+    """Ranks in a row, from `first` on. ranks: all of them, in the order in which this rank reads from them."""
 
     first: int
     ranks: list[int]
@@ -274,7 +281,7 @@ class _Piece(NamedTuple):
 
 
 def _pieces(size: int, rank: int) -> list[_Piece]:
-    """Group the ranks by the product that has their rows: the rank itself, its neighbour, the other 2 of 4, 4 of 8.
+    """Group the ranks by the product that has their rows. Rank 5 of 8: [5], [4], [7, 6], [1, 0, 3, 2].
 
     If rank a is in the i-th piece of rank b, then b is in the i-th piece of a. So each computes the other's rows before
     the same barrier. At any time all ranks read from different ones.

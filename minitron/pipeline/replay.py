@@ -1,4 +1,4 @@
-"""Record the passes of a step as CUDA graphs, and replay them: the host launches a step once for all.
+"""Record the passes of a step as CUDA graphs, and replay them: one launch a graph instead of one a kernel.
 
 Problem: the forward and backward passes of a step are ten thousand launches and more, and each takes the host some
 microseconds. If layers are small, or split over many ranks, a GPU is idle until Python launches the next kernel. The
@@ -60,8 +60,7 @@ class StaticBatch(Protocol):
 def why_eager(cfg: Config, device: torch.device, masks_documents: bool) -> str | None:
     """Return why no step of this run can be recorded; None if it can.
 
-    masks_documents: whether attention reads the spans of documents from the device, and so takes all documents in one
-    call.
+    masks_documents: whether one call of attention takes all documents of a sample, with their bounds in device memory.
     """
     if device.type != "cuda":
         return "there is no GPU"
@@ -86,7 +85,7 @@ def segments(actions: Sequence[Action], pp: int, num_microbatches: int, nodes_pe
     m = num_microbatches
     if pp == 1:
         each = len(actions) // m
-        # For m = 1 or 2 some keys are equal, and the last one counts.
+        # m = 4: {0: [[0]], 1: [[1], [2]], 3: [[3]]}. For m = 1 or 2 keys are equal, and the last one counts.
         launches = {0: [[0]], 1: [[mb] for mb in range(1, max(2, m - 1))], m - 1: [[m - 1]]}
         return [Segment(actions[mb * each : (mb + 1) * each], launches[mb]) for mb in sorted(launches) if mb < m]
     # The sums of gradients, which begin in the last backwards, must end in the graph that they begin in.

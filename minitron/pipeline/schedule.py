@@ -27,8 +27,8 @@ takes no time here:
     rank 1       F0 B0--- F1 B1--- F2 B2---
 
 ZB-H1 (Qi et al. 2024) splits backwards. Other ranks wait for the gradient of the input (b) alone, and the gradients of
-weights (w) fill the bubble. The order is that of 1F1B, but rank r runs each w r microbatches late; rank 0 defers none.
-The bubble is (pp - 1) (f + b - w) seconds instead of (pp - 1) (f + b + w), about a third:
+weights (w) fill the bubble. The order is that of 1F1B, but rank r runs the w of a microbatch r microbatches later; rank
+0 defers none. The bubble is (pp - 1) (f + b - w) seconds instead of (pp - 1) (f + b + w), about a third:
 
     rank 0    F0 F1    B0--- F2 B1--- B2---
     rank 1       F0 b0 F1 b1 w0 F2 b2 w1 w2

@@ -7,7 +7,8 @@ its weight gradient. It queues the product, with the two matrices that the produ
     BackwardInput     layer 2: dx2, queue dW2 = dy2^T x2       layer 1: dx1, queue dW1
     BackwardWeight    dW2, dW1
 
-The matrices live longer and all other activations are freed earlier, so the peak of memory hardly changes. Recomputed
+Compared with an unsplit backward, the matrices live longer and all other activations are freed earlier, so the peak of
+memory hardly changes. Recomputed
 activations stay allocated until the weight gradients have run. Gradients that are sums over rows (norms, biases,
 embeddings) are not worth a delay. Under sequence parallelism the queue holds a rank's rows of one of the matrices. They
 are gathered again for the product, while the product before it runs.
@@ -31,7 +32,7 @@ class WeightGradient(NamedTuple):
 
 
 class WeightQueue:
-    """Where layers queue products. deferring: whether they must."""
+    """Where layers queue products. deferring: whether a BackwardInput runs, so that they must."""
 
     def __init__(self) -> None:
         self.products: deque[WeightGradient] | None = None

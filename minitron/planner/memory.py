@@ -103,7 +103,7 @@ class Memory(StateBytes):
         rows = 2 * (h * ITEM + (4 if self.llama else 8))
         whole = 2 * (nd + kv) * ITEM + 4 * m.num_heads // self.tp + (2 if self.llama else 1) * f * ITEM
         for layer in self.adapters if self.frozen else sizes.linear_sizes(m):
-            if layer == "attention.out":  # its input is kept anyway, but not in FP8, and not as Ulysses exchanged it
+            if layer == "attention.out":  # attention keeps it as well, in bf16 and before Ulysses' exchange
                 whole += nd * item if item < ITEM or (p.cp > 1 and p.cp_style == "ulysses") else 0
             elif recompute == "none":
                 rows, whole = (rows, whole + f * item) if layer == "mlp.down" else (rows + h * item, whole)

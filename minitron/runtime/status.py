@@ -24,8 +24,9 @@ MOST = 2000  # characters of a line
 class RunError(ValueError):
     """An error that ends a run with one line and an exit status, and without a traceback.
 
-    quiet: whether this rank prints nothing, because another rank's line gives the reason. None: all ranks raise the
-    error, and rank 0 prints the line.
+    quiet    None     all ranks raise the error, and rank 0 prints its line
+             False    this rank prints its line
+             True     this rank prints nothing: another rank's line gives the reason
     """
 
     status: int = 1

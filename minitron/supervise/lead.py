@@ -223,7 +223,7 @@ class Leader:
         if len(usable) < self.args.nodes:
             if self.waited(round_, "nodes") < self.args.rejoin_seconds:
                 leaves = any(beat["leaving"] or beat["unfit"] for beat in alive.values()) and not round_["left"]
-                return known | {"left": cause} if leaves else None  # a node that leaves may go
+                return known | {"left": cause} if leaves else None  # remember that the node's leave has been seen
             pairs = zip(round_["nodes"], members)
             lost = [node["host"] for node, beat in pairs if beat is GONE or beat["leaving"].startswith(STUCK)]
             known["excluded"] = list(dict.fromkeys([*known["excluded"], *lost]))

@@ -25,7 +25,8 @@ def test_a_run_survives_many_kills(tmp_path):
 @pytest.mark.parametrize(
     "world, layout",
     [
-        pytest.param(4, ["parallel.tp=2", "parallel.pp=2", "model.attention_dropout=0.1"], id="tensor"),
+        pytest.param(2, ["parallel.tp=2", "model.attention_dropout=0.1"], id="tensor"),
+        pytest.param(4, ["parallel.tp=2", "parallel.pp=2"], id="pipeline", marks=pytest.mark.slow),
         pytest.param(2, ["parallel.cp=2", "train.recompute=full"], id="context", marks=pytest.mark.slow),
     ],
 )

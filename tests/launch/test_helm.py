@@ -500,6 +500,7 @@ def test_pods_that_may_restart_and_one_to_spare():
     assert plain["backoffLimit"] == 0 and "podFailurePolicy" not in plain
 
 
+@pytest.mark.slow
 def test_a_pod_that_is_lost_is_made_again_and_rejoins(tmp_path):
     volume = {"workload__gcsBucketForDataCataPath": "", "workload__volume.persistentVolumeClaim.claimName": "runs"}
     arguments = [*TINY, "checkpoint.dir=/gcs/saved", "checkpoint.every=2", "train.steps=40"]

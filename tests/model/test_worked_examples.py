@@ -190,6 +190,7 @@ def test_an_example_has_the_logits_of_transformers(examples, name):
         assert_close_rel(model.logits(batch), expected, TOLERANCE, "logits")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_is_a_program(examples, name):
     """It takes minitron.pretrain's keys, and says so of a wrong one."""

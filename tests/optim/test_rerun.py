@@ -13,11 +13,13 @@ import torch
 from fault_run import Run
 from layouts import GPT3, LLAMA, config, dataset_of, mesh_of
 from minitron.comm.mesh import Mesh
+from minitron.config import cli
 from minitron.data.loader import Loader
 from minitron.optim import rerun
 from minitron.optim.rerun import Rerun, WrongResult
+from minitron.optim.scaler import LossScaler
 from minitron.supervise.lead import BROKEN, LOST
-from minitron.train import build
+from minitron.train import Trainer, build
 from replay import replayed
 from test_replay import APART, DROPOUT, FP16, fp8
 
@@ -166,7 +168,7 @@ ON = "train.rerun=on"
         pytest.param(4, 2, ["parallel.tp=2"], "1e4", "", marks=pytest.mark.slow),
         pytest.param(2, 0, ["parallel.pp=2"], "1e4", "", marks=pytest.mark.slow),
         pytest.param(1, 0, [], "nan", "", marks=pytest.mark.slow),
-        (2, 1, [], "1e4", "replay+"),
+        pytest.param(2, 1, [], "1e4", "replay+", marks=pytest.mark.slow),
     ],
 )
 def test_a_result_that_does_not_come_again_is_the_rank_s(tmp_path, ranks, rank, argv, factor, how):
@@ -181,7 +183,7 @@ def test_a_result_that_does_not_come_again_is_the_rank_s(tmp_path, ranks, rank, 
 
 @pytest.mark.parametrize(
     "ranks, argv",
-    [(2, ["parallel.tp=2"]), *(pytest.param(2, argv, marks=pytest.mark.slow) for argv in ([], ["parallel.pp=2"]))],
+    [(2, []), *(pytest.param(2, [axis], marks=pytest.mark.slow) for axis in ("parallel.tp=2", "parallel.pp=2"))],
 )
 @pytest.mark.parametrize(
     "factor, what", [pytest.param("nan", "the loss is nan", marks=pytest.mark.slow), ("2000", "the loss is ")]
@@ -237,10 +239,38 @@ def test_losses_that_stay_high_are_a_new_level():
     skipped = [compared.forward_backward([batch])[1] for _ in range(6)]
     assert skipped == [True] * rerun.IN_A_ROW + [False] * 3 and len(said) == 4
     assert "spikes in a row are a new level: the update is made" in said[-1]
+    assert {name: len(values) for name, values in compared.history.items()} == {"loss": 2, "gradient norm": 2}
     with pytest.raises(WrongResult, match="the loss is nan. Computed again .* rank 0 on .* Suspect the hardware, and"):
         losses = iter([math.nan, 5.0])
         compared.runner.forward_backward = lambda _: (torch.tensor(next(losses)), False)
         compared.forward_backward([batch])
+
+
+@pytest.mark.parametrize("norm, skip", [(0.5, True), (math.inf, False)])
+def test_a_loss_that_is_not_finite_skips_the_update(norm, skip):
+    """If the norm is not finite, too, the optimizer skips it."""
+    compared = with_history(2.0, 0.5)
+    compared.gradients.square_sum = lambda: torch.tensor(norm**2, dtype=torch.float64)
+    compared.runner.forward_backward = lambda _: (torch.tensor(math.nan), False)
+    assert compared.forward_backward([SimpleNamespace(samples=torch.tensor([7]), count=1)])[1] is skip
+
+
+def test_a_spike_that_is_skipped_is_no_overflow():
+    """The loss scale and its count of clean steps go on as after an ordinary step."""
+    values = {}
+    for name, skipped, skip in ("clean", 0.0, False), ("spike", 1.0, True), ("overflow", 1.0, False):
+        scaler = LossScaler(cli.load(["precision.dtype=fp16"]).precision, torch.device("cpu"), 8)
+        trainer = SimpleNamespace(
+            rerun=SimpleNamespace(forward_backward=lambda _, skip=skip: (torch.tensor(5.0), skip)),
+            fp8=SimpleNamespace(update_scales=lambda: None),
+            scaler=scaler,
+            optimizer=SimpleNamespace(step=lambda *_, skipped=skipped: SimpleNamespace(skipped=torch.tensor(skipped))),
+            mesh=Mesh.offline(),
+        )
+        for _ in range(3):
+            Trainer.step(trainer, [SimpleNamespace(count=1)], 0.1)
+        values[name] = {key: float(value) for key, value in scaler.state().items()}
+    assert values["spike"] == values["clean"] != values["overflow"]
 
 
 def test_a_step_that_is_not_finite_leaves_the_history():
@@ -249,7 +279,7 @@ def test_a_step_that_is_not_finite_leaves_the_history():
     batch = SimpleNamespace(samples=torch.tensor([7]), count=1)
     known = {name: list(values) for name, values in compared.history.items()}
     compared.runner.forward_backward = lambda _: (torch.tensor(math.nan), False)
-    assert not compared.forward_backward([batch])[1]  # the optimizer skips it
+    assert compared.forward_backward([batch])[1]
     assert {name: list(values) for name, values in compared.history.items()} == known
     compared.runner.forward_backward = lambda _: (torch.tensor(50.0), False)
     assert compared.forward_backward([batch])[1]

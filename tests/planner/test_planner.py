@@ -18,7 +18,7 @@ from minitron.data.build import build_datasets
 from minitron.kernels.kernels import choose
 from minitron.model.gpt import GPT
 from minitron.parallel.layer_context import make_layer_context
-from minitron.pipeline.schedule import BackwardWeight, Exchange, make, operations
+from minitron.pipeline.schedule import BackwardWeight, Exchange, Forward, make, operations
 from minitron.planner import fit as fit_module
 from minitron.planner import search as search_module
 from minitron.planner.fit import changes, nearest_fit
@@ -222,8 +222,12 @@ def test_parameters_are_those_of_the_model(family, layout):
         assert memory.parameters(stage) == sum(p.numel() for p in chunk.parameters())
 
 
+ZB_H1_ON_WHOLE_SEQUENCES = ["parallel.schedule=zb-h1", "parallel.sequence_parallel=false"]
+ON_WHOLE_SEQUENCES = " ".join(["gpt3_13b model.num_layers=4 parallel.tp=2 parallel.pp=2", *ZB_H1_ON_WHOLE_SEQUENCES])
+
+
 # Tolerance: what waits between stages and inside of an operation is counted by its largest moment, not by its own.
-@pytest.mark.sampled(3, "llama3_8b_lora optimizer.grad_dtype=bf16")
+@pytest.mark.sampled(3, "llama3_8b_lora optimizer.grad_dtype=bf16", ON_WHOLE_SEQUENCES)
 @pytest.mark.parametrize(
     "layout",
     [
@@ -275,6 +279,7 @@ def test_parameters_are_those_of_the_model(family, layout):
             ],
         ),
         ("llama3_8b_lora", 4, ["parallel.pp=4", "parallel.schedule=zb-h1"]),
+        ("gpt3_13b", 4, ["model.num_layers=4", "parallel.tp=2", "parallel.pp=2", *ZB_H1_ON_WHOLE_SEQUENCES]),
     ],
     ids=lambda layout: " ".join([layout[0], *layout[2]]),
 )
@@ -289,6 +294,31 @@ def test_memory_is_what_the_trainer_allocates(layout):
         for part in ("parameters", "gradients", "optimizer", "fp8 weights"):
             assert formula[part] == pytest.approx(walked[part], rel=0.01), part
         assert formula.total() == pytest.approx(sum(walked.values()), rel=0.03)
+
+
+@pytest.mark.parametrize("pp, vp, microbatches", [(4, 2, 9), (4, 2, 12), (4, 1, 9), (2, 2, 6)])
+def test_the_peak_is_that_of_all_operations_of_a_step(pp, vp, microbatches):
+    keys = f"parallel.pp={pp} parallel.vp={vp} train.global_batch_size={microbatches} train.micro_batch_size=1"
+    memory = Memory(cli.load([*SMALL, "model.num_layers=8", *keys.split()]), pp, gpus_per_node=1)
+    for rank in range(pp):
+        working = [memory._working(stage) for stage in memory.stages(rank)]
+        every = memory.activations(rank, operations(pp, vp, microbatches, rank, "1f1b"))
+        bytes_held = [
+            after if isinstance(op, Forward) else max(before, after) + working[op.chunk] for op, before, after in every
+        ]
+        assert sum(memory._at_peak(rank)) == max(bytes_held)
+
+
+def test_the_search_counts_lasting_bytes_for_each_division_of_layers():
+    whole = cli.load([*SMALL, "model.num_layers=4", "parallel.pp=2"])
+    searched = search_module._Search(whole, 2, H100, 1, False)
+    found = []
+    for layers in [3, 1], [1, 3]:
+        cfg = cli.load([*SMALL, "model.num_layers=4", "parallel.pp=2", f"parallel.layers_per_stage={layers}"])
+        memory = Memory(cfg, 2, gpus_per_node=8)
+        found.append(searched.lasting(cfg, memory))
+        assert found[-1] == sum(memory.lasting_parts(0))
+    assert found[0] > found[1]
 
 
 def test_a_node_shares_memory():

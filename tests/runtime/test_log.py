@@ -67,6 +67,19 @@ def test_megatron_line_is_the_published_one():
     assert lines([*GPT_175B, "log.every=10"], [STEP]) == [PUBLISHED]
 
 
+@pytest.mark.parametrize("form, rate", [("megatron", r"TFLOPs: (\S+)"), ("megatron-core", r"TFLOP/s/GPU\): (\S+)")])
+def test_a_line_of_several_steps_has_their_mean_rate(form, rate):
+    """Steps of 5 and 15 seconds compute as much together as two of 10 seconds."""
+    argv = [*GPT_175B, "log.every=2", f"log.format={form}"]
+    uneven, even = (
+        lines(argv, [replace(STEP, step=9 + i, seconds=seconds) for i, seconds in enumerate(pair)])
+        for pair in ((5.0, 15.0), (10.0, 10.0))
+    )
+    (one,) = lines([*argv, "log.every=1"], [replace(STEP, seconds=10.0)])
+    assert len(uneven) == len(even) == 1
+    assert len({re.search(rate, line)[1] for line in (uneven[0], even[0], one)}) == 1
+
+
 def test_megatron_line_feeds_jube():
     """The three patterns of the JUBE job, as they are there with JUBE's $jube_pat_int and $jube_pat_fp."""
     integer, number = r"([+-]?\d+)", r"([+-]?\d*\.?\d+(?:[eE][-+]?\d+)?)"

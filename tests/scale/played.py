@@ -344,7 +344,7 @@ def write_checkpoint(directory: Path, options: Sequence[str], world: int) -> Non
             mesh = Mesh.create(**LAYOUT, tied=False)
             state = build(cfg, mesh).state
             gradients = state.optimizer.gradients
-            kept = [gradients.counts(bucket) for bucket in gradients.buckets]
+            kept = [gradients.has_first_copy(bucket) for bucket in gradients.buckets]
             slices = {kind: [x[: len(x) * k] for x, k in zip(flat, kept)] for kind, flat in state.slices().items()}
             for index in range(mesh.dp_cp.size):
                 gradients.mesh = replace(mesh, dp_cp=replace(mesh.dp_cp, rank=index))

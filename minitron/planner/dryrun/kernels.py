@@ -134,13 +134,13 @@ def _signature(x: Any) -> object:
     return tuple(map(_signature, x)) if isinstance(x, (tuple, list)) else (type(x), x)
 
 
-HIDDEN = (
+UNOBSERVED = (
     "cast cast_master largest transpose add_norm add_norm_backward "
     "swiglu_forward swiglu_backward gelu_forward gelu_backward "
     "split_heads_backward merge_ sum_parts square_sum add_product add_rows_ "
     "softmax_sums softmax_gradient_ drop_elements"
 )
-globals().update((name, unobserved(getattr(plain, name))) for name in HIDDEN.split())
+globals().update((name, unobserved(getattr(plain, name))) for name in UNOBSERVED.split())
 
 
 def split_heads(qkv: Tensor, sizes: tuple[int, int, int], rope: plain.Rope) -> tuple[Tensor, ...]:
