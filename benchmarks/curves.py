@@ -7,6 +7,10 @@ are recorded, and its pictures.
 
     minitron bf16    minitron fp8    minitron bf16, next seed    megatron bf16    megatron fp8
 
+`--formats` asks another question: may a recipe use a number format? minitron alone trains in bf16, with gradients in
+bf16, and in FP8 with delayed and current scales, each from two seeds. A format passes if its loss is no further from
+that of bf16 than the seeds are from each other, or than TOLERANCE. Without a configuration it takes those of GATE.
+
 Megatron-core gets minitron's weights, batches, learning rate and weight decay (peers/megatron.py); loss, gradients,
 clipping and update are its own. `--trainer` makes one of these runs in this process, under torchrun or not, and prints
 its losses. How the text is made: benchmarks/README.md.
@@ -39,6 +43,21 @@ from minitron.planner import style
 
 POINTS = 100  # of a recorded curve, each a mean
 MOST_SECONDS = 1800  # after which a run counts as hanging
+FORMATS = ("none", "fp32"), ("none", "bf16"), ("delayed", "fp32"), ("current", "fp32")  # FP8 recipe, gradients
+TOLERANCE = 0.01
+TEXT = (
+    *("data.source=indexed", "data.paths=[data/gate_text_document]", "data.tokenizer=hf:tokenizers/gate"),
+    *("model.vocab_size=50304", "model.max_positions=1024", "train.seq_len=1024", "train.micro_batch_size=32"),
+    *("train.global_batch_size=32", "train.steps=3060", "optimizer.warmup_steps=200"),
+)
+# 100 million tokens each
+GATE = (
+    ("configs/gpt2_124m.yaml", *TEXT),
+    (
+        *("configs/llama3_8b.yaml", *TEXT, "model.num_layers=16", "model.hidden_size=1024"),
+        *("model.ffn_hidden_size=2816", "model.num_heads=16", "model.num_kv_heads=8", "parallel.pp=1", "parallel.vp=1"),
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -49,14 +68,20 @@ class Run:
     trainer: str
     fp8: str
     seed: int
+    gradients: str = "fp32"
 
     def __str__(self) -> str:
-        return f"{self.trainer} {'bf16' if self.fp8 == 'none' else 'fp8'} seed {self.seed}"
+        return f"{self.name} seed {self.seed}"
 
     @property
     def name(self) -> str:
         trainer = {"megatron": "Megatron-core"}.get(self.trainer, self.trainer)
-        return f"{trainer} {'bf16' if self.fp8 == 'none' else f'FP8 {self.fp8}'}"
+        return f"{trainer} {self.format}"
+
+    @property
+    def format(self) -> str:
+        gradients = ", gradients bf16" if self.gradients == "bf16" else ""
+        return ("bf16" if self.fp8 == "none" else f"FP8 {self.fp8}") + gradients
 
     @property
     def identity(self) -> dict:
@@ -69,13 +94,15 @@ class Run:
             *self.config,
             f"train.seed={self.seed}",
             f"precision.fp8={self.fp8}",
+            f"optimizer.grad_dtype={self.gradients}",
             *[f"precision.fp8_backend={backend}"] * (self.fp8 != "none"),
         ]
 
 
 def main(argv: list[str] | None = None) -> dict | None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("config", nargs="+", metavar="CONFIG.yaml | section.key=value")
+    parser.add_argument("config", nargs="*", metavar="CONFIG.yaml | section.key=value")
+    parser.add_argument("--formats", action="store_true", help="compare number formats instead of trainers")
     parser.add_argument("--trainer", choices=("minitron", "megatron"), help="make one run in this process")
     recipes = "delayed", "current", "block"
     parser.add_argument("--fp8", choices=recipes, default="delayed", help="the FP8 recipe (default delayed)")
@@ -87,15 +114,21 @@ def main(argv: list[str] | None = None) -> dict | None:
     args.config.sort(key=lambda argument: "=" in argument)  # the file first: rows are known by it
     if args.each < 1:
         parser.error(f"--each={args.each}: at least one run has a GPU; use 1 or more")
+    if not (args.config or args.formats):
+        parser.error("name a configuration")
+    configs, seeds = [tuple(args.config)] if args.config else GATE, []
     with cli.user_errors():
-        cfg = cli.load(args.config)
-        rules.check(cfg, 1, measure.choose_device()[1] if args.trainer else None)
+        for config in configs:
+            cfg = cli.load(config)
+            rules.check(cfg, 1, measure.choose_device()[1] if args.trainer else None)
+            seeds.append(cfg.train.seed)
     if args.trainer:
         return train(cfg, args.trainer)
-    runs = wanted(tuple(args.config), cfg.train.seed, args.fp8)
-    make_missing(args, runs)
-    found = {run: row for run in runs if (row := newest(run, record.rows(args.results)))}
-    print(table(found))
+    compared = [of_formats(c, seed) if args.formats else wanted(c, seed, args.fp8) for c, seed in zip(configs, seeds)]
+    make_missing(args, [run for runs in compared for run in runs])
+    found = {run: row for runs in compared for run in runs if (row := newest(run, record.rows(args.results)))}
+    for runs in compared:
+        print((gate if args.formats else table)({run: found[run] for run in runs if run in found}))
     if args.page:
         write_page(args.results)
     return {str(run): row for run, row in found.items()}
@@ -108,8 +141,14 @@ def wanted(config: tuple[str, ...], seed: int, fp8: str) -> list[Run]:
     return [*runs, Run(config, "minitron", "none", seed + 1)]
 
 
+def of_formats(config: tuple[str, ...], seed: int) -> list[Run]:
+    """Runs of minitron in each format, from two seeds."""
+    return [Run(config, "minitron", fp8, s, gradients) for fp8, gradients in FORMATS for s in (seed, seed + 1)]
+
+
 def newest(run: Run, rows: list[dict]) -> dict | None:
-    return next((row for row in reversed(rows) if run.identity.items() <= row.items()), None)
+    """The newest row of a run. Rows without the format of gradients have float32."""
+    return next((row for row in reversed(rows) if run.identity.items() <= ({"gradients": "fp32"} | row).items()), None)
 
 
 def make_missing(args: argparse.Namespace, runs: list[Run]) -> None:
@@ -162,12 +201,36 @@ def table(found: dict[Run, dict]) -> str:
     base = next(iter(found.values()), None)
     for run, row in found.items():
         apart = [a - b for a, b in zip(row["curve"], base["curve"])]
-        fifth = apart[-(len(apart) // 5 or 1) :]
-        away = (row["last"] - base["last"], sum(fifth) / len(fifth), max(apart, key=abs))
+        away = (row["last"] - base["last"], fifth(apart), max(apart, key=abs))
         cells = [run.name, str(run.seed), f"{row['last']:.4f}"]
         cells += [""] * 3 if row is base else [f"{x:+.4f}" for x in away]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def gate(found: dict[Run, dict]) -> str:
+    """A line a format: how far its losses are from those of bf16 with the same seed, and whether that is allowed."""
+    last = {(run.format, run.seed): fifth(row["curve"]) for run, row in found.items()}
+    seeds = sorted({seed for _, seed in last})
+    lines = [f"| format | {' | '.join(f'from bf16, seed {s}' for s in seeds)} | mean | allowed | passes |"]
+    lines.append("|---|" + "---|" * (len(seeds) + 3))
+    if not all(("bf16", seed) in last for seed in seeds):
+        return "\n".join(lines)
+    losses_of_bf16 = [last["bf16", seed] for seed in seeds]
+    allowed = max(TOLERANCE, max(losses_of_bf16) - min(losses_of_bf16))
+    for name in dict.fromkeys(run.format for run in found):
+        away = [last[name, seed] - last["bf16", seed] for seed in seeds if (name, seed) in last]
+        if name != "bf16" and len(away) == len(seeds):
+            mean = sum(away) / len(away)
+            cells = [name, *(f"{x:+.4f}" for x in (*away, mean)), f"{allowed:.4f}", "yes" if mean <= allowed else "no"]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def fifth(curve: list[float]) -> float:
+    """The mean of the last fifth."""
+    part = curve[-(len(curve) // 5 or 1) :]
+    return sum(part) / len(part)
 
 
 def draw(found: dict[Run, dict], title: str):
@@ -188,11 +251,13 @@ def draw(found: dict[Run, dict], title: str):
 
 
 PAGE = """\
-# Losses beside Megatron-core's
+# Losses beside Megatron-core's, and of number formats
 
 Written by `python benchmarks/curves.py ... --page`; no figure is typed in. The same weights and the same batches in the
 same order, but for the last run, which shows what another seed makes of it. Losses are means of a hundredth of the
-steps: the last one, how far it is from the first run's, that of the last fifth, and the widest of all.
+steps: the last one, how far it is from the first run's, that of the last fifth, and the widest of all. A table of
+formats compares means of the last fifth. A format passes if its mean distance from bf16 is at most that of bf16's two
+seeds from each other, or 0.01.
 """
 
 
@@ -209,17 +274,19 @@ def page(rows: list[dict]) -> tuple[str, dict[str, tuple[dict[Run, dict], str]]]
     """Return the page, and the runs and the title of each of its pictures."""
     lines, pictured, curves = [PAGE], {}, [row for row in rows if row["kind"] == "curve"]
     for config in dict.fromkeys(tuple(row["config"]) for row in curves):
-        recipes = {row["fp8"]: None for row in curves if row["config"] == [*config] and row["fp8"] != "none"}
         cfg = cli.load([str(record.ROOT / config[0]), *config[1:]])
         m, t = cfg.model, cfg.train
-        runs = dict.fromkeys(run for fp8 in recipes or ["delayed"] for run in wanted(config, t.seed, fp8))
+        recipes = {row["fp8"]: None for row in curves if row["config"] == [*config] and row["fp8"] != "none"}
+        compared = dict.fromkeys(run for fp8 in recipes or ["delayed"] for run in wanted(config, t.seed, fp8))
+        of_gate = config in GATE
+        runs = of_formats(config, t.seed) if of_gate else compared
         found = {run: row for run in runs if (row := newest(run, rows))}
         size = f"{m.num_layers} layers of {m.hidden_size}"
         title = f"{'GPT' if m.family == 'gpt' else 'Llama'}, {size}, {t.global_batch_size * t.seq_len:,} tokens a step"
-        name = f"curves_{Path(config[0]).stem}_{m.num_layers}x{m.hidden_size}.png"
+        name = f"{'formats' if of_gate else 'curves'}_{Path(config[0]).stem}_{m.num_layers}x{m.hidden_size}.png"
         pictured[name] = found, title
-        command = f"python benchmarks/curves.py {shlex.join(config)}"
-        lines += [f"## {title}", "", "```", command, "```", "", table(found)]
+        command = "python benchmarks/curves.py " + ("--formats" if of_gate else shlex.join(config))
+        lines += [f"## {title}", "", "```", command, "```", "", (gate if of_gate else table)(found)]
         lines += ["", f"![losses]({name})", "", *dict.fromkeys(map(record.origin, found.values())), ""]
     return "\n".join(lines), pictured
 

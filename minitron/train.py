@@ -82,8 +82,8 @@ class Trainer:
 
         The host reads no result of the device here, except with train.rerun.
         """
-        loss_sum, skip = (self.rerun or self.runner).forward_backward(batches)  # gradients are summed now
-        self.fp8.update_scales()  # its small all-reduces come before the optimizer's large all-gathers
+        loss_sum, skip = (self.rerun or self.runner).forward_backward(batches)  # sums, not yet divided by tokens
+        self.fp8.update_scales()  # else its all-reduces would wait behind the optimizer's all-gathers
         scale = self.scaler.backward_scale(len(batches))
         stats = self.optimizer.step(lr, *local_totals(self.mesh, loss_sum, batches), scale, skip)
         self.scaler.update(stats.skipped * (not skip))  # a step that rerun skips is no overflow

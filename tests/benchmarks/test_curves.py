@@ -72,15 +72,32 @@ def test_what_is_missing_is_run_and_compared(tmp_path, capsys):
     first, fp8, other = (row["curve"] for row in rows)
     assert abs(first[0] - fp8[0]) < 2e-2 and first != fp8 and abs(first[0] - other[0]) > 1e-4
     said = capsys.readouterr().out
-    assert list(found) == ["minitron bf16 seed 7", "minitron fp8 seed 7", "minitron bf16 seed 8"]
+    assert list(found) == ["minitron bf16 seed 7", "minitron FP8 delayed seed 7", "minitron bf16 seed 8"]
     line = f"| minitron FP8 delayed | 7 | {fp8[-1]:.4f} | {fp8[-1] - first[-1]:+.4f} | {fp8[-1] - first[-1]:+.4f} |"
-    assert line in said and "megatron bf16 seed 7: " in said
+    assert line in said and "Megatron-core bf16 seed 7: " in said
     text = (tmp_path / "curves.md").read_text()
     assert line in text and "![losses](curves_quickstart_2x32.png)" in text and "data.source=mock" in text
     assert (tmp_path / "curves_quickstart_2x32.png").stat().st_size
     before = path.read_text()
     curves.main([*TINY[1:], TINY[0], "--results", str(path), "--seconds", "0"])  # in any order
     assert path.read_text() == before
+
+
+def test_a_format_passes_within_the_spread_of_seeds(tmp_path, capsys):
+    """bf16 ends at 3.00 and 3.04: 0.03 above both passes, 0.05 does not. A format with a missing row has no line."""
+    path, last = tmp_path / "rows.jsonl", {"none": 3.0, "delayed": 3.03, "current": 3.05}
+    config = tuple(sorted(TINY, key=lambda argument: "=" in argument))
+    for run in curves.of_formats(config, 7):
+        if run.gradients == "fp32" or run.seed == 7:
+            curve = [9.0] * 4 + [last[run.fp8] + 0.04 * (run.seed - 7)]
+            with path.open("a") as file:
+                file.write(json.dumps(run.identity | {"steps": 5, "curve": curve, "last": curve[-1]}) + "\n")
+    curves.main([*TINY, "--formats", "--results", str(path), "--seconds", "0"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert lines[2:] == [
+        "| FP8 delayed | +0.0300 | +0.0300 | +0.0300 | 0.0400 | yes |",
+        "| FP8 current | +0.0500 | +0.0500 | +0.0500 | 0.0400 | no |",
+    ]
 
 
 def test_the_page_is_what_the_records_say():
