@@ -89,7 +89,7 @@ def add_norm_backward(
 # ---- activations -----------------------------------------------------------------------------------------------------
 # A backward returns the gradient dx of the input. sums: also return the float32 sum of dx over all dims but the last,
 # the gradient of a bias before the activation. into: return the cast of the result, a matrix, instead of the result.
-# The result is rounded to x's dtype before the cast.
+# The result is rounded to x's dtype before the cast. NaN and infinity must stay: a step that has them is skipped.
 
 
 def swiglu_forward(x: Tensor, into: CastInto | None = None) -> Tensor | Payload:
