@@ -36,6 +36,7 @@ from minitron.model.gpt import GPT
 from minitron.model.init import initialise
 from minitron.optim.buckets import Gradients
 from minitron.optim.lr import learning_rate
+from minitron.optim.numerics import Numerics
 from minitron.optim.replicas import Replicas
 from minitron.optim.rerun import Rerun
 from minitron.optim.scaler import LossScaler
@@ -58,9 +59,9 @@ from minitron.runtime.stragglers import Stragglers
 class Trainer:
     """The parts of a run on this rank.
 
-    runner: launches or replays the passes of a step. rerun: checks each step, if train.rerun is on. base_fingerprint:
-    of the frozen weights beside adapters. eager_reason: why no step can be recorded; None if steps are recorded, or if
-    train.cuda_graph is off.
+    runner: launches or replays the passes of a step. rerun: checks each step, if train.rerun is on. numerics: logs what
+    the numbers of some steps are doing. base_fingerprint: of the frozen weights beside adapters. eager_reason: why no
+    step can be recorded; None if steps are recorded, or if train.cuda_graph is off.
     """
 
     cfg: Config
@@ -74,6 +75,7 @@ class Trainer:
     kernels: Kernels
     runner: Eager | Replay
     rerun: Rerun | None
+    numerics: Numerics
     base_fingerprint: str | None
     eager_reason: str | None
 
@@ -83,9 +85,11 @@ class Trainer:
         The host reads no result of the device here, except with train.rerun.
         """
         loss_sum, skip = (self.rerun or self.runner).forward_backward(batches)  # sums, not yet divided by tokens
-        self.fp8.update_scales()  # else its all-reduces would wait behind the optimizer's all-gathers
         scale = self.scaler.backward_scale(len(batches))
-        stats = self.optimizer.step(lr, *local_totals(self.mesh, loss_sum, batches), scale, skip)
+        loss_sum, count = local_totals(self.mesh, loss_sum, batches)
+        self.numerics.read(count, scale)  # before the update, which overwrites gradients
+        self.fp8.update_scales()  # else its all-reduces would wait behind the optimizer's all-gathers
+        stats = self.optimizer.step(lr, loss_sum, count, scale, skip)
         self.scaler.update(stats.skipped * (not skip))  # a step that rerun skips is no overflow
         self.mesh.activity.ended()
         return stats
@@ -171,7 +175,7 @@ def build(
         gradients.reset()
         context.comm.reset()
 
-    eager = Eager(executor, scaler.backward_scale, gradients.finish, reset)
+    eager = Eager(executor, scaler.backward_scale, gradients.finish, reset, chosen.counts)
     runner: Eager | Replay = eager
     records = cfg.train.cuda_graph != "off"
     reason = why_eager(cfg, mesh.device, chosen.attention.masks_documents) if records else None
@@ -179,9 +183,9 @@ def build(
         layers = sum(len(stages[i]) for i in mine)
         runner = Replay(eager, mesh, layers, cfg.train.eval_every > 0, log)
     rerun = Rerun(runner, gradients, fp8, scaler, log) if cfg.train.rerun == "on" else None
-    return Trainer(
-        cfg, mesh, chunks, gradients, optimizer, executor, scaler, fp8, chosen, runner, rerun, base_fingerprint, reason
-    )
+    numerics = Numerics(cfg, optimizer, chosen.counts, log)
+    parts = chunks, gradients, optimizer, executor, scaler, fp8, chosen, runner, rerun, numerics
+    return Trainer(cfg, mesh, *parts, base_fingerprint, reason)
 
 
 def train(
@@ -214,10 +218,11 @@ def train(
     observers: list[Observer] = []  # the meter gives them the figures of each step
     meter = Meter(log, mesh, memory, saves.stalls, observers)
     evaluation = Evaluation(trainer.evaluate, cfg, mesh, data.valid, log, stop, meter)
-    observers += [meter, replicas, stragglers, stop, evaluation, saves, startup]
+    observers += [meter, trainer.numerics, replicas, stragglers, stop, evaluation, saves, startup]
     startup.mark("prepare")
     for step in profiled(range(start.step + 1, t.steps + 1), cfg, mesh, log):
         mesh.activity.begin_step(step)
+        trainer.numerics.begin(step)
         mesh.activity.begin("data")
         batches = loader.step(consumed, step)
         consumed += t.global_batch_size

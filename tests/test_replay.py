@@ -17,6 +17,7 @@ from minitron.kernels import attention
 from minitron.pipeline import executor
 from minitron.pipeline import replay as graph
 from minitron.pipeline.schedule import forward_only
+from minitron.runtime.observer import StepDone
 from minitron.train import build
 from replay import CpuRecorder, replayed
 from test_invariance import axes
@@ -36,6 +37,12 @@ def fp8(how: str, **keys) -> dict:
     }
 
 
+def watched(every: int, recipe: str = "none", **keys) -> dict:
+    """The numbers of every so many steps are logged. The third step, number 2, is recorded."""
+    precision = {"precision": fp8(recipe, **keys)["precision"]} if recipe != "none" else {}
+    return precision | {"log": {"numerics_every": every, "dir": "unused"}}
+
+
 def run(cfg, again: bool, most_nodes: int = graph.MOST_NODES):
     """Each step's figures, and the weights at the end; with many buckets, and FP8's magnitudes of two steps alone."""
     torch.set_num_threads(1)
@@ -47,7 +54,7 @@ def run(cfg, again: bool, most_nodes: int = graph.MOST_NODES):
 
 
 def run_steps(cfg, again: bool):
-    trainer, figures = build(cfg, mesh_of(cfg)), []
+    trainer, figures = build(cfg, mesh_of(cfg), log=(log := Lines())), []
     if again:
         trainer = replayed(trainer)
     loader, batch = Loader(dataset_of(cfg), cfg, trainer.mesh), cfg.train.global_batch_size
@@ -55,10 +62,15 @@ def run_steps(cfg, again: bool):
         batches = loader.step(step * batch, step)
         if step >= 2:  # before the one that is recorded and between replays, where it is recorded, too
             figures.append(trainer.evaluate(batches).tolist())
+        trainer.numerics.begin(step)
         stats = trainer.step(batches, cfg.optimizer.lr * (1 + step))
+        trainer.numerics.after(StepDone(step, 0, 0.0, [], stats.values))
         figures.append(stats.read() | {"loss_scale": float(trainer.scaler.scale)})
     loader.close()
+    trainer.numerics.close()
+    figures += log.records
     assert not again or trainer.runner.training and trainer.runner.evaluation
+    assert not again or bool(trainer.runner.counting) == bool(trainer.numerics.counts.layers)
     trainer.gradients.wait_parameters()
     params = [(p.spec.name, p.detach().clone()) for chunk in trainer.chunks for p in chunk.parameters()]
     weights = {name: p if p.itemsize > 1 else p.view(torch.uint8) for name, p in params}  # ranks send no float8
@@ -98,6 +110,11 @@ def run_steps(cfg, again: bool):
         (4, LLAMA, {}, "tp=2 pp=2"),
         (4, GPT3, {}, "tp=2 pp=2 schedule=zb-h1"),
         (4, GPT3, {}, "pp=2 vp=2"),
+        (1, GPT3, DROPOUT | watched(3), ""),
+        (1, LLAMA, watched(1, "delayed"), ""),
+        (1, LLAMA, watched(2, "current"), ""),
+        (2, LLAMA, watched(2, "delayed", fp8_params=True), "pp=2 vp=2"),
+        (2, LLAMA, watched(3, "delayed", fp8_head=True), "tp=2"),
     ],
 )
 def test_a_replayed_step_is_a_step(ranks, world, base, change, layout):
@@ -152,7 +169,7 @@ def same(ranks, world, cfg, most_nodes) -> list[int]:
         assert again[0] == eager[0]
         assert eager[1].keys() == again[1].keys()
         assert all(torch.equal(again[1][name], weight) for name, weight in eager[1].items())
-        losses = [figures["loss"] for figures in eager[0] if isinstance(figures, dict)]
+        losses = [figures["loss"] for figures in eager[0] if "loss" in figures]
         assert len(set(losses)) == len(losses), "every step has a batch of its own"
     return [graphs for *_, graphs in rerun]
 
@@ -209,9 +226,10 @@ class Lines:
     """Stands in for a Log."""
 
     def __init__(self):
-        self.lines = []
+        self.lines, self.records = [], []
         self.info = self.lines.append
         self.alarm = lambda text, traceback: self.lines.append(text)
+        self.record = lambda kind, **values: self.records.append(values)
 
 
 def run_and_tell(cfg, recorder_of):
@@ -223,6 +241,7 @@ def run_and_tell(cfg, recorder_of):
         trainer = replayed(trainer, partial(recorder_of, trainer), log)
         loader, batch = Loader(dataset_of(cfg), cfg, trainer.mesh), cfg.train.global_batch_size
         for step in range(cfg.train.steps):
+            trainer.numerics.begin(step)
             figures.append(trainer.step(loader.step(step * batch, step), cfg.optimizer.lr * (1 + step)).read())
         loader.close()
         return figures, log.lines, trainer.runner.replaying
@@ -262,6 +281,29 @@ def test_an_evaluation_that_cannot_be_recorded_leaves_training_as_it_was(ranks):
     ((figures, lines, replaying),) = ranks(1, run_and_tell, cfg, BrokenEvaluation)
     assert replaying and lines[1].startswith("warning: train.cuda_graph: evaluations stay eager on all ranks: Runt")
     assert [step["loss"] for step in figures] == [step["loss"] for step in expected if isinstance(step, dict)]
+
+
+class BrokenCounts(CpuRecorder):
+    """Fails in a step that counts casts."""
+
+    def record(self, work):
+        if self.trainer.numerics.counts.on:
+            raise RuntimeError("operation not permitted")
+        return super().record(work)
+
+
+def test_steps_that_count_casts_and_cannot_be_recorded_stay_eager(ranks):
+    """Between others that are replayed, which have as many kernels as without them."""
+    train = {"steps": 6, "global_batch_size": 4}
+    never, often = (
+        config(LLAMA, watched(every, "delayed"), {"model": {"num_layers": 2}, "train": train}) for every in (0, 2)
+    )
+    ((expected, lines, _),) = ranks(1, run_and_tell, never, CpuRecorder)
+    ((same, *_),) = ranks(1, run_and_tell, often, CpuRecorder)
+    ((figures, more, replaying),) = ranks(1, run_and_tell, often, BrokenCounts)
+    assert replaying and figures == same == expected
+    assert more[2].startswith("warning: train.cuda_graph: steps that count casts stay eager on all ranks: RuntimeError")
+    assert [re.sub("in [^,]*s;", "", line) for line in more[:2]] == [re.sub("in [^,]*s;", "", line) for line in lines]
 
 
 def test_forwards_alone_are_cut_into_graphs_too():

@@ -9,6 +9,8 @@ what a model reaches that knows how often each token occurs and nothing else: a 
 
 The terminal has no pixels, but braille characters have eight dots in a 2 x 4 grid, one bit each: a plot of 60 x 16
 characters is a bitmap of 120 x 64. Where the terminal cannot show them, every cell with a dot becomes a `*`.
+A run with log.numerics_every also has the norm of its gradient by block, and in FP8 the underflows, as maps of colours.
+The terminal then names the FP8 tensor that underflows most.
 A run started again appends to its file: from its first step on, its figures replace those of the earlier start. Below
 the picture is how all starts together spent their time: training that counted, repeated steps, starts, saves, waiting.
 """
@@ -16,6 +18,7 @@ the picture is how all starts together spent their time: training that counted, 
 from __future__ import annotations
 
 import math
+import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +39,7 @@ COLUMNS = ("tokens_per_second", "memory_gib", "grad_norm", "learning_rate")  # o
 SMOOTH = 100  # points that a smoothed curve has, about
 FINAL_STEPS = 10  # the loss of single steps is noisy: the final loss is the mean of this many
 LARGEST_STEP, LARGEST = 1e15, 1e100  # that can be drawn
+NUMERICS = re.compile(r"grad_norm/[^/]+|fp8/[^/]+/[^/]+/underflows%")  # names in a record of log.numerics_every
 WELL_BELOW = 0.5  # nats; the perplexity is then less than exp(-0.5) = 61 % of the unigram model's
 
 # Bits of U+2800 for the dots of one braille character, [row][column].
@@ -58,6 +62,7 @@ class Run:
     grad_norm: list[float] = field(default_factory=list)
     learning_rate: list[float] = field(default_factory=list)
     goodput: Goodput | None = None
+    numerics: list[tuple[int, dict[str, float]]] = field(default_factory=list)
 
     @property
     def final_loss(self) -> float:
@@ -113,7 +118,7 @@ def add_record(run: Run, record: dict) -> None:
         return math.nan if value is None else float(value)
 
     kind = record["kind"]
-    if kind in ("step", "eval") and not 0 <= record["step"] < LARGEST_STEP:
+    if kind in ("step", "eval", "numerics") and not 0 <= record["step"] < LARGEST_STEP:
         raise ValueError("no run has this step")
     if kind == "run":
         entropy = number("unigram_entropy")
@@ -125,6 +130,21 @@ def add_record(run: Run, record: dict) -> None:
             getattr(run, column).append(number(column))
     elif kind == "eval":
         run.evals.append((int(record["step"]), number("loss")))
+    elif kind == "numerics":
+        run.numerics.append((int(record["step"]), {name: number(name) for name in record if NUMERICS.fullmatch(name)}))
+
+
+def by_block(run: Run, kind: str) -> dict[str, list[float]]:
+    """Map each part of the model to its grad_norm or fp8 figures, one per record: of several tensors the largest."""
+    parts: dict[str, list[float]] = {}
+    for i, (_, figures) in enumerate(run.numerics):
+        for name, value in figures.items():
+            if name.startswith(f"{kind}/") and math.isfinite(value):
+                part = name.split("/")[1]
+                part = ".".join(part.split(".")[: 2 if part.startswith("blocks") else 1])
+                row = parts.setdefault(part, [math.nan] * len(run.numerics))
+                row[i] = max(value, row[i] if math.isfinite(row[i]) else value)
+    return parts
 
 
 # ---------------------------------------------------------------------------------------------------- the terminal
@@ -264,6 +284,11 @@ def verdict(run: Run) -> str:
         lines.append(f"Throughput: {mean(rates):,.0f} tokens/s, mean of the last {len(rates)} steps.")
     if memory := finite(run.memory_gib):
         lines.append(f"Memory: {max(memory):.1f} GiB at most, of the GPU that needs most.")
+    losses = {k: v for k, v in run.numerics[-1][1].items() if k.startswith("fp8/") and v > 0} if run.numerics else {}
+    if losses:
+        worst = max(losses, key=losses.__getitem__)
+        layer, tensor = worst.split("/")[1:3]
+        lines.append(f"Most FP8 underflows: {losses[worst]:.3g} % of {layer}'s {tensor}, step {run.numerics[-1][0]}.")
     if run.goodput is not None:
         lines.append(f"G{str(run.goodput)[1:]}.")
     if entropy is not None:
@@ -284,15 +309,19 @@ def verdict(run: Run) -> str:
 def picture(runs: list[Run], window: int | None = None):
     """Loss (with validation points and the unigram entropy) above gradient norm, rate, tokens/s and memory, if known.
 
+    Below these, of one run: what `by_block` finds of its gradient norms and underflows.
     window: steps of the mean that is drawn over the loss and its gradient's norm; None: about SMOOTH means a curve.
     """
     panels = {"gradient norm": "grad_norm", "learning rate": "learning_rate"}
     panels |= {"tokens/s": "tokens_per_second", "memory, GiB": "memory_gib"}
     panels = {label: name for label, name in panels.items() if any(finite(getattr(run, name)) for run in runs)}
-    figure, grid = style.new(
-        3.2 + 1.1 * len(panels), 1 + len(panels), sharex=True, squeeze=False, height_ratios=[3] + [1] * len(panels)
-    )
-    above, *below = grid.flat
+    kinds = {"gradient norm by block": "grad_norm", "underflows, %": "fp8"} if len(runs) == 1 else {}
+    maps = {label: parts for label, kind in kinds.items() if (parts := by_block(runs[0], kind))}
+    ratios = [3] + [1] * len(panels) + [1.5] * len(maps)
+    figure, grid = style.new(3.2 + 1.1 * sum(ratios[1:]), len(ratios), sharex=True, squeeze=False, height_ratios=ratios)
+    above, *below = grid.flat[: 1 + len(panels)]
+    for axes, (label, parts) in zip(grid.flat[1 + len(panels) :], maps.items()):
+        draw_map(axes, [step for step, _ in runs[0].numerics], parts, label)
     entropies = sorted({run.unigram_entropy for run in runs if run.unigram_entropy is not None})
     for entropy in entropies:
         above.axhline(entropy, color=style.FAINT, linestyle="--", linewidth=1)
@@ -331,11 +360,25 @@ def picture(runs: list[Run], window: int | None = None):
         axes.set_ylim(bottom=0)
         form = "{:,.0f}" if column in ("tokens_per_second", "memory_gib") else "{:.3g}"
         axes.yaxis.set_major_formatter(lambda value, _, form=form: form.format(value))
-    (above, *below)[-1].set_xlabel("step")
+    grid.flat[-1].set_xlabel("step")
     for axes in (above, *below):
         axes.grid()
     figure.align_ylabels()
     return figure
+
+
+def draw_map(axes, steps: list[int], parts: dict[str, list[float]], label: str) -> None:
+    """Draw a row of colours for each part of the model, the first one on top, over the steps of its records."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    colors = LinearSegmentedColormap.from_list("", ["#ffffff", style.BLUE])
+    before = steps[0] - (steps[1] - steps[0] if len(steps) > 1 else 1)
+    mesh = axes.pcolormesh([before, *steps], range(len(parts) + 1), list(parts.values()), cmap=colors, vmin=0)
+    every = math.ceil(len(parts) / 12)
+    axes.set_yticks([i + 0.5 for i in range(0, len(parts), every)], list(parts)[::every])
+    axes.invert_yaxis()
+    axes.set_ylabel(label)
+    axes.figure.colorbar(mesh, ax=axes, pad=0.01, aspect=12)
 
 
 def save_png(runs: list[Run], path: Path, window: int | None = None) -> None:

@@ -251,6 +251,9 @@ class LogConfig:
     dir: str | None = key(None, "where config.yaml, metrics.jsonl, dllogger.json and a log per rank go; null: nowhere")
     tensorboard: str | bool = key(False, "event files: true: in log.dir/tensorboard, or a directory of their own")
     wandb: str | None = key(None, "Weights & Biases: the project in which the run appears; null: nowhere")
+    numerics_every: int = key(
+        0, "steps between records of norms, zeros and FP8's losses by layer; 0: never", NOT_NEGATIVE, {"log.dir": ()}
+    )
     prometheus: str | None = key(None, "PORT or ADDRESS:PORT of rank 0's node for Prometheus; null: none")
 
 

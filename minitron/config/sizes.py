@@ -22,6 +22,8 @@ GRAD_BYTES = {"fp32": 4, "bf16": 2}  # of one gradient, by optimizer.grad_dtype
 PIECE_BYTES = 64 << 20
 FP8_WORKSPACE_BYTES = 33 << 20  # more than the 32 MiB that cuBLAS advises for Hopper
 NODES_PER_LAYER = 150  # kernels and copies of a block's forward and backward, the most that was counted: FP8, tp 4
+NODES_OF_COUNTS = 400  # in addition, in a step that counts what FP8's casts lose: 20 to 60 for each of 12 tensors
+COUNTED_AT_ONCE = 1 << 25  # elements
 MOCK_DOCUMENT = 1 / 4  # mean length of the documents of mock data, in samples
 ITEM = 2  # bytes of bf16 and fp16; in float32 nothing is planned
 COLUMN_PARALLEL = ("attention.qkv", "mlp.up")
@@ -49,6 +51,13 @@ def fp8_layers(precision: PrecisionConfig, num_layers: int) -> range:
     """Return the blocks, of `num_layers` in the model, whose products are in FP8."""
     kept = precision.fp8_bf16_layers
     return range(0) if precision.fp8 == "none" else range(kept, num_layers - kept)
+
+
+def fp8_names(cfg: Config, blocks: Sequence[int], head: bool) -> list[str]:
+    """Name the linear layers of these blocks that are in FP8, in the order of a block, and the head."""
+    in_fp8 = fp8_layers(cfg.precision, cfg.model.num_layers)
+    names = [f"blocks.{i}.{name}" for i in blocks if i in in_fp8 for name in linear_sizes(cfg.model)]
+    return names + ["head"] * (head and cfg.precision.fp8_head)
 
 
 class AdaptedRows(NamedTuple):

@@ -23,7 +23,8 @@ A recomputed forward pass casts the same values with the same scale, and adds th
 recomputation needs no special case. The first
 step of a run has no history, so delayed scaling works like current scaling there. With precision.fp8_params the
 optimizer casts the weight (fp8_scales.py), and this file transposes it. The first and last precision.fp8_bf16_layers
-blocks stay in the model's own format, and so does the head without precision.fp8_head.
+blocks stay in the model's own format, and so does the head without precision.fp8_head. Some steps count what the casts
+lose (fp8_counts.py).
 """
 
 from __future__ import annotations
@@ -37,14 +38,13 @@ from torch import Tensor
 
 from minitron.comm.mesh import Axis, Mesh
 from minitron.config.schema import Config
-from minitron.config.sizes import fp8_layers
+from minitron.config.sizes import fp8_layers, fp8_names
+from minitron.kernels.fp8_counts import CastCounts
 from minitron.kernels.fp8_scales import FP8_DTYPES, ROLES, DelayedScaling, Fp8WeightScale, WeightScales, roll_histories
 from minitron.kernels.fp8_torch import Operand, ScaleAndAmax, TorchFp8
 from minitron.kernels.gemm import ALONE, DTYPES, Activation, CastInto, Gemm, Payload, Product
 from minitron.kernels.kernels import Kernels
 from minitron.kernels.param import Param, add_gradient
-
-GEMMS_PER_LAYER = 4  # of a transformer block: qkv, out, up, down
 
 
 @dataclass(eq=False)
@@ -54,7 +54,7 @@ class Fp8Gemm(Gemm):
     dtype: that of outputs and input gradients. scaling: holds the scales of x, weight and dy at the indices `first`,
     `first` + 1 and `first` + 2; None: the backend computes them. fp8_scale: of a weight that the optimizer keeps as FP8
     bytes; None: this object casts the weight. frozen: the weight never changes, so it is cast once, by its own
-    magnitude, without a history.
+    magnitude, without a history. counts: of the run's casts; this layer is its `name`.
     """
 
     backend: TorchFp8
@@ -63,6 +63,8 @@ class Fp8Gemm(Gemm):
     first: int = 0
     fp8_scale: Fp8WeightScale | None = None
     frozen: bool = False
+    name: str = ""
+    counts: CastCounts = field(default_factory=CastCounts)
     _weight: Payload | None = field(default=None, init=False)
 
     @property
@@ -71,13 +73,13 @@ class Fp8Gemm(Gemm):
         return None if self.scaling is None else self.scaling.history[:, self.first : self.first + len(ROLES)]
 
     def quantize(self, x: Tensor, gather_axis: Axis = ALONE, *, columnwise: bool, update_history: bool) -> Payload:
-        return self.backend.cast(x, "x", gather_axis, self._scale("x", update_history), columnwise)
+        return self._cast(x, "x", gather_axis, self._scale("x", update_history), columnwise)
 
     def producer_cast(self, update_history: bool) -> CastInto | None:
         return self._cast_into("x", update_history)
 
     def quantize_grad(self, dy: Tensor, gather_axis: Axis = ALONE, *, columnwise: bool) -> Payload:
-        return self.backend.cast(dy, "dy", gather_axis, self._scale("dy", True), columnwise)
+        return self._cast(dy, "dy", gather_axis, self._scale("dy", True), columnwise)
 
     def forward(self, weight: Tensor, bias: Tensor | None = None) -> Product:
         w = self._quantized(weight)
@@ -119,8 +121,14 @@ class Fp8Gemm(Gemm):
             self._weight = Payload(rows, scale_inv, self.backend.transpose(rows), scale_inv)
         elif self._weight is None:
             known: ScaleAndAmax = (None, None) if self.frozen else self._scale("weight", True)
-            self._weight = self.backend.cast(weight.detach(), "weight", ALONE, known, True)
+            self._weight = self._cast(weight.detach(), "weight", ALONE, known, True)
         return self._weight
+
+    def _cast(self, x: Tensor, role: str, shared: Axis, known: ScaleAndAmax, columnwise: bool) -> Payload:
+        cast = self.backend.cast(x, role, shared, known, columnwise)
+        if self.counts.on:
+            self.counts.add(self.name, role, x, cast.rowwise, cast.rowwise_scale)
+        return cast
 
     def _scale(self, role: str, update_history: bool) -> ScaleAndAmax:
         if self.scaling is None:
@@ -128,8 +136,8 @@ class Fp8Gemm(Gemm):
         return self.scaling.scale_and_amax(self.first + ROLES.index(role), update_history)
 
     def _cast_into(self, role: str, update_history: bool, columnwise: bool = False) -> CastInto | None:
-        """Return how a kernel casts its result; None if only the result itself gives the scale."""
-        if self.scaling is None or not self.scaling.has_history:
+        """Return how a kernel casts its result; None if the scale or the counts need the result itself."""
+        if self.scaling is None or not self.scaling.has_history or self.counts.on:
             return None
         scale, amax = self._scale(role, update_history)
         assert scale is not None
@@ -151,15 +159,15 @@ class Fp8State:
     def __init__(self, cfg: Config, layers: Sequence[int], head: bool, mesh: Mesh, kernels: Kernels):
         precision = cfg.precision
         self.dtype, self.kernels, self.frozen = DTYPES[precision.dtype], kernels, cfg.finetune.kind == "lora"
+        self.names = fp8_names(cfg, layers, head)
         self.layers = [i for i in layers if i in fp8_layers(precision, cfg.model.num_layers)]
         self.head = head and precision.fp8_head
         self.gemms: list[Fp8Gemm] = []
         self.scaling = self.weights = None
-        if (self.layers or self.head) and precision.fp8 == "delayed":
-            roles = ROLES * (GEMMS_PER_LAYER * len(self.layers) + self.head)
-            self.scaling = DelayedScaling(roles, (mesh.tp, mesh.dp_cp), mesh.device)
+        if self.names and precision.fp8 == "delayed":
+            self.scaling = DelayedScaling(ROLES * len(self.names), (mesh.tp, mesh.dp_cp), mesh.device)
         if self.layers and precision.fp8_params:
-            self.weights = WeightScales(GEMMS_PER_LAYER * len(self.layers), self.scaling, mesh.device)
+            self.weights = WeightScales(len(self.names) - self.head, self.scaling, mesh.device)
 
     def gemm(self, layer: int) -> Gemm:
         """Make the GEMM of the next linear layer of block `layer`."""
@@ -172,8 +180,9 @@ class Fp8State:
 
     def _make(self, fp8_scale: Fp8WeightScale | None) -> Fp8Gemm:
         assert self.kernels.fp8 is not None
-        first = len(ROLES) * len(self.gemms)
-        self.gemms.append(Fp8Gemm(self.kernels.fp8, self.dtype, self.scaling, first, fp8_scale, self.frozen))
+        first, name, counts = len(ROLES) * len(self.gemms), self.names[len(self.gemms)], self.kernels.counts
+        options = fp8_scale, self.frozen, name, counts
+        self.gemms.append(Fp8Gemm(self.kernels.fp8, self.dtype, self.scaling, first, *options))
         return self.gemms[-1]
 
     def drop_casts(self) -> None:

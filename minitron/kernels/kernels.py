@@ -21,7 +21,9 @@ from torch import Tensor
 
 from minitron.config.installed import pip_install
 from minitron.config.schema import Config, PrecisionConfig
+from minitron.config.sizes import fp8_names
 from minitron.kernels import attention, plain
+from minitron.kernels.fp8_counts import CastCounts
 from minitron.kernels.fp8_torch import TorchBlockFp8, TorchFp8
 from minitron.kernels.gemm import DTYPES, Gemm
 
@@ -32,7 +34,7 @@ class Kernels:
 
     ops: the module of pointwise kernels, under the contract of kernels/plain.py. gemm: products in the model's own
     format. adamw_: the optimizer's update. fp8: the casts and products of precision.fp8, None without it. add_now: adds
-    the time on a GPU to a total (`fused.add_now`), None elsewhere.
+    the time on a GPU to a total (`fused.add_now`), None elsewhere. counts: of what casts lose.
     """
 
     attention: attention.Backend = attention.REFERENCE
@@ -41,6 +43,7 @@ class Kernels:
     adamw_: Callable[..., None] = plain.adamw_
     fp8: TorchFp8 | None = None
     add_now: Callable[[Tensor, int], None] | None = None
+    counts: CastCounts = field(default_factory=CastCounts)
 
     @property
     def names(self) -> str:
@@ -66,7 +69,8 @@ def choose(cfg: Config, device: torch.device | str) -> Kernels:
     places = dict(documents=cfg.data.separate_documents, ring=p.cp > 1 and p.cp_style != "ulysses")
     dtype = DTYPES[cfg.precision.dtype]
     attend = attention.choose(m.attention, device, dtype, m.head_dim, m.attention_dropout, **places)
-    return Kernels(attend, ops, Gemm(apex.add_product), apex.adamw_, backend, add_now)
+    names = fp8_names(cfg, range(m.num_layers), head=True) if cfg.log.numerics_every else []
+    return Kernels(attend, ops, Gemm(apex.add_product), apex.adamw_, backend, add_now, CastCounts(names, device))
 
 
 def choose_fp8(precision: PrecisionConfig, device: torch.device) -> TorchFp8:

@@ -18,7 +18,8 @@ parameters are launched outside; the graph waits for them by events that are dec
     pp > 1     microbatches overlap: one graph, or several of at most about MOST_NODES kernels
 
 All graphs of a run share their memory, since one runs after the other. Evaluations are recorded, too, or they would
-need memory of their own. Left out: the update, which is few launches.
+need memory of their own. So are steps that count what FP8's casts lose: they have a second recording, and the first one
+has no kernel more. Left out: the update, which is few launches.
 """
 
 from __future__ import annotations
@@ -40,11 +41,13 @@ from torch import Tensor
 from minitron.comm.collectives import all_reduce_
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config
-from minitron.config.sizes import NODES_PER_LAYER
+from minitron.config.sizes import NODES_OF_COUNTS, NODES_PER_LAYER
+from minitron.kernels.fp8_counts import CastCounts
 from minitron.pipeline.executor import Executor, Pass
 from minitron.pipeline.schedule import Action, Backward, Exchange
 from minitron.runtime.log import Log
 
+STEP, COUNTING_STEP, EVALUATION = "a step", "a step that counts casts", "an evaluation"  # what is recorded
 WARM_UP = 3  # steps that compile kernels, set up communicators and find FP8's scales
 MOST_NODES = 300_000  # of one graph; a node takes some KiB of the driver's memory
 
@@ -198,13 +201,14 @@ class Eager:
     """Runs the passes of steps and evaluations by launching each kernel from the host.
 
     scale(microbatches): the factor of a loss sum before its backward. finish(): completes the sums of gradients.
-    reset(): drops what the host holds of a pass that was begun and will not end.
+    reset(): drops what the host holds of a pass that was begun and will not end. counts: of FP8's casts.
     """
 
     executor: Executor
     scale: Callable[[int], Tensor | float]
     finish: Callable[[], None]
     reset: Callable[[], None]
+    counts: CastCounts
     replaying, nodes, capture_seconds = False, 0, 0.0  # as of Replay
 
     def forward_backward(self, batches: Sequence[object]) -> tuple[Tensor, bool]:
@@ -231,7 +235,8 @@ class Replay:
     eager: runs what is not recorded. layers: blocks on this rank. evaluates: whether the run evaluates; the pass of an
     evaluation is then recorded with the step. log: None writes nothing.
 
-    training, evaluation: the recordings, if they could be made. nodes, capture_seconds: of the recorded step.
+    training, counting, evaluation: the recordings, if they could be made: of a step, of one that counts FP8's casts,
+    and of an evaluation. nodes, capture_seconds: of the recorded step.
     """
 
     eager: Eager
@@ -241,6 +246,7 @@ class Replay:
     log: Log | None = None
     recorder: Callable[[], CudaRecorder] = CudaRecorder
     training: Recording | None = field(default=None, init=False)
+    counting: Recording | None = field(default=None, init=False)
     evaluation: Recording | None = field(default=None, init=False)
     nodes: int = field(default=0, init=False)
     capture_seconds: float = field(default=0.0, init=False)
@@ -256,9 +262,10 @@ class Replay:
         self._calls += 1
         if self._calls == WARM_UP + 1:
             self._record_all(batches)
-        if self.training is None:
+        recording = self.counting if self.eager.counts.on else self.training
+        if recording is None:
             return self.eager.forward_backward(batches)
-        loss_sum = self._replay(self.training, batches)
+        loss_sum = self._replay(recording, batches)
         self.mesh.activity.begin("update")
         return loss_sum, False
 
@@ -274,16 +281,23 @@ class Replay:
         """Drop the graphs. Call it before the process groups end whose operations they hold."""
         if self.training is not None and self.mesh.device.type == "cuda":
             torch.cuda.synchronize()
-        self.training = self.evaluation = None
+        self.training = self.counting = self.evaluation = None
 
     def _record_all(self, batches: Sequence[StaticBatch]) -> None:
-        """Record a step, and an evaluation if the run evaluates."""
+        """Record a step, an evaluation if the run evaluates, and a step that counts casts if some steps do."""
+        counts, due = self.eager.counts, self.eager.counts.on
+        record = partial(self._record, self.recorder(), batches)
         if self.evaluates:
             self.eager.evaluate(batches)  # compiles kernels that steps do not use
-        recorder = self.recorder()
-        self.training = self._on_all("steps", partial(self._record, recorder, batches, True))
+        if counts.layers:
+            counts.count(True)
+            self.eager.forward_backward(batches)  # the same
+        self.training = self._on_all("steps", partial(record, STEP))
         if self.evaluates and self.replaying:
-            self.evaluation = self._on_all("evaluations", partial(self._record, recorder, batches, False))
+            self.evaluation = self._on_all("evaluations", partial(record, EVALUATION))
+        if counts.layers and self.replaying:
+            self.counting = self._on_all("steps that count casts", partial(record, COUNTING_STEP))
+        counts.count(due)
 
     def _on_all(self, what: str, record: Callable[[], Recording]) -> Recording | None:
         """Return the result of record(); None on all ranks if it fails on one."""
@@ -307,23 +321,24 @@ class Replay:
             self._say(text)
         return None
 
-    def _record(self, recorder: CudaRecorder, batches: Sequence[StaticBatch], training: bool) -> Recording:
-        begun, m, executor = time.perf_counter(), len(batches), self.eager.executor
+    def _record(self, recorder: CudaRecorder, batches: Sequence[StaticBatch], what: str) -> Recording:
+        begun, m, executor, training = time.perf_counter(), len(batches), self.eager.executor, what != EVALUATION
+        self.eager.counts.count(what == COUNTING_STEP)
         recorder.used()  # waits for the device, which may still use what a reset drops
         self.eager.reset()
         used, actions = recorder.used(), executor.actions(m, training)  # after the reset, whose memory is free now
-        planned = segments(actions, executor.pp.size, m, NODES_PER_LAYER * self.layers * m / len(actions))
+        nodes = self.layers * m * (NODES_PER_LAYER + NODES_OF_COUNTS * (what == COUNTING_STEP))
+        planned = segments(actions, executor.pp.size, m, nodes / len(actions))
         start = lambda x: Pass(executor, x, self.eager.scale(m) if training else None)  # reads fp16's scale tensor
         end = self.eager.finish if training else lambda: None
         with self.mesh.activity.recording():
             recording = Recording(recorder, planned, batches, start, end)
         more, seconds = (recorder.used() - used) / 2**30, time.perf_counter() - begun
-        if training:
+        if what == STEP:
             self.nodes, self.capture_seconds = recording.nodes, seconds
         self._say(
-            f"train.cuda_graph: recorded {recording.nodes:,} kernels and copies of "
-            f"{'a step' if training else 'an evaluation'} in {len(planned)} graphs, in {seconds:.1f} s; "
-            f"{more:.2f} GiB more"
+            f"train.cuda_graph: recorded {recording.nodes:,} kernels and copies of {what} in {len(planned)} graphs, in "
+            f"{seconds:.1f} s; {more:.2f} GiB more"
         )
         return recording
 

@@ -27,6 +27,9 @@ A step that is recorded as CUDA graphs (pipeline/replay.py) needs more: 4 to 8 K
 The pool of its activations also has more fragments than eager steps have. Evaluation reuses the buffers of
 a step's FP8 casts. None of this is part of the peak: if there is no room for a recording, the steps stay eager.
 
+Steps that count what casts lose (log.numerics_every) have a second recording. Their peak has the gradient of the MLP's
+inner values in bf16, which other steps cast at once, and what the comparison with the cast needs.
+
 Sizes that the trainer has a name for come from config/sizes.py. What autograd keeps has none: these formulas follow
 kernels/, parallel/ and model/gpt.py, and tests hold them against what the trainer allocates. Left out: the padding of
 buckets, fragments, and the start of a run, when one whole weight exists in float32: with LoRA on few tokens that can be
@@ -62,6 +65,7 @@ class Memory(StateBytes):
         t = cfg.train
         self.tokens = t.seq_len * t.micro_batch_size // cfg.parallel.cp
         self.rows = sizes.stream_length(cfg) * t.micro_batch_size  # between the products
+        self.counts = cfg.log.numerics_every > 0 and cfg.precision.fp8 != "none"
 
     def peak(self) -> tuple[int, Counter]:
         """Return the pipeline rank that needs most, and its bytes by part."""
@@ -79,8 +83,10 @@ class Memory(StateBytes):
             return 0
         microbatches = self.microbatches if pp > 1 else min(self.microbatches, GRAPHS_OF_ONE_STAGE)
         nodes = sizes.NODES_PER_LAYER * microbatches * sum(len(self.layers[stage]) for stage in self.stages(rank))
-        if t.eval_every:  # forwards alone
-            nodes += nodes // 3
+        more = nodes // 3 if t.eval_every else 0  # forwards alone
+        if self.counts:
+            more += nodes * (sizes.NODES_PER_LAYER + sizes.NODES_OF_COUNTS) // sizes.NODES_PER_LAYER
+        nodes += more
         return NODE_BYTES * nodes + GRAPH_BYTES
 
     # ---- what a microbatch leaves
@@ -135,6 +141,9 @@ class Memory(StateBytes):
         h, f = m.hidden_size, m.ffn_hidden_size // self.tp
         gathered = h * ITEM * self.tokens if self.tp > 1 else 0
         block = 2 * h * ITEM * self.rows + 2 * gathered + (3 if self.llama else 2) * f * ITEM * self.tokens
+        if self.counts and self.fp8_blocks[stage]:
+            inner = (2 if self.llama else 1) * f * self.tokens
+            block += 4 * min(inner, sizes.COUNTED_AT_ONCE) + ITEM * inner * (self.cfg.precision.fp8 == "delayed")
         if t.recompute == "full":
             block += self._block("none", self.fp8_blocks[stage] > 0)
         if m.attention == "reference":  # whole matrices of scores

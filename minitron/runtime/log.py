@@ -5,8 +5,9 @@
     log.dir/
       config.yaml    every key of the run, resolved; `python -m minitron.pretrain config.yaml` repeats it
       metrics.jsonl  one JSON object a line, appended by rank 0, with the time and its kind: "run" at each start, then
-                     "step", "eval" and "save"; after the first step "start" (startup.py); "places" and "ranks", how
-                     long each rank computes (stragglers.py); "end", the shares of the time (supervise/goodput.py)
+                     "step", "eval" and "save"; after the first step "start" (startup.py); "numerics", norms and FP8's
+                     losses by layer (optim/numerics.py); "places" and "ranks", how long each rank computes
+                     (stragglers.py); "end", the shares of the time (supervise/goodput.py)
       dllogger.json  the steps as NVIDIA's DLLogger writes them, for tools/training_metrics.py and others
       tensorboard/   the numbers of metrics.jsonl, as step/loss and eval/loss, if log.tensorboard is set (sinks.py)
       rank-3.log     the messages of rank 3 alone, with the time: its alarms, the report of a hang, the lines that it
@@ -112,7 +113,7 @@ class Log(AbstractContextManager):
         self.info(self._format(self._line()) if self.cfg.log.format == "nemo" else line, self.world - 1)
 
     def record(self, kind: str, **values) -> None:
-        """Write a row to metrics.jsonl, whole or not at all; numbers of steps and evaluations also to the sinks.
+        """Write a row to metrics.jsonl, whole or not at all; those of steps, evaluations and numerics also to sinks.
 
         Any thread may call it.
         """
@@ -120,7 +121,7 @@ class Log(AbstractContextManager):
         if self.metrics is not None:
             row = {"kind": kind, "time": time.time(), **values}
             self._write(self.metrics, self.metrics.write, json.dumps(row, allow_nan=False) + "\n")
-        if self._sinks and kind in ("step", "eval"):
+        if self._sinks and kind in ("step", "eval", "numerics"):
             step = values.pop("step")
             scalars = {k: v for k, v in log_formats.flattened(values, kind).items() if v is not None}
             for sink in self._sinks:

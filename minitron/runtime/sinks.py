@@ -5,8 +5,8 @@
     log.prometheus=9400      http://HOST:9400/metrics of rank 0's node, as gauges minitron_step_loss, minitron_step_mfu;
                              127.0.0.1:9400: only at this address
 
-Each gets the rows of metrics.jsonl, as `step/loss`, `step/tflops/full`, `eval/loss`; the first two also get the
-configuration. Only rank 0 has them. Their packages are extras, imported if a key needs them.
+Each gets the rows of metrics.jsonl, as `step/loss`, `step/tflops/full`, `eval/loss`, `numerics/grad_norm/blocks.3`;
+the first two also get the configuration. Only rank 0 has them. Their packages are extras, imported if a key needs them.
 
 A run that resumes from a checkpoint also resumes its W&B run: the id is in log.dir/wandb.id. If it goes back, its steps
 are drawn over the old ones: `step` is a figure like the others, and not W&B's own count, which cannot fall.
@@ -19,6 +19,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import secrets
 import socket
 import socketserver
@@ -179,7 +180,7 @@ class Prometheus:
         for name, value in (scalars | {f"{next(iter(scalars)).split('/')[0]}/step": step}).items():
             if name not in self._gauges:
                 self._gauges[name] = self._client.Gauge(
-                    f"minitron_{name.replace('/', '_')}", f"{name} of metrics.jsonl", registry=self._registry
+                    f"minitron_{re.sub('[^a-zA-Z0-9]', '_', name)}", f"{name} of metrics.jsonl", registry=self._registry
                 )
             self._gauges[name].set(value)
 

@@ -222,6 +222,9 @@ def test_parameters_are_those_of_the_model(family, layout):
         assert memory.parameters(stage) == sum(p.numel() for p in chunk.parameters())
 
 
+COUNTING = "log.dir=unused", "log.numerics_every=100"  # what casts lose
+
+
 # Tolerance: what waits between stages and inside of an operation is counted by its largest moment, not by its own.
 @pytest.mark.sampled(3, "llama3_8b_lora optimizer.grad_dtype=bf16")
 @pytest.mark.parametrize(
@@ -238,6 +241,8 @@ def test_parameters_are_those_of_the_model(family, layout):
         ),
         ("gpt3_13b", 8, ["model.num_layers=8", "parallel.tp=2", "parallel.pp=4", "parallel.sequence_parallel=false"]),
         ("gpt3_13b", 2, ["model.num_layers=4", "parallel.tp=1", "parallel.pp=2", "precision.fp8=delayed"]),
+        ("gpt3_13b", 2, ["model.num_layers=4", "parallel.pp=2", "precision.fp8=delayed", *COUNTING]),
+        ("llama3_8b", 2, ["model.num_layers=4", "parallel.pp=2", "precision.fp8=delayed", *COUNTING]),
         ("gpt3_175b", 128, ["precision.fp8=delayed", "train.global_batch_size=16"]),
         ("llama31_70b", 64, ["precision.fp8=delayed"]),
         ("llama31_70b", 64, ["precision.fp8=delayed", "precision.fp8_head=true"]),
@@ -365,16 +370,19 @@ def test_a_recorded_step_needs_more_for_its_kernels_and_its_pool():
         assert graph == 8192 * 150 * layers * microbatches + (350 << 20)
         assert graph / 2**30 == pytest.approx(more_gib, abs=0.2), name
     keys = [*SMALL, "train.micro_batch_size=1"]
-    one, many, evaluated, off = (
+    one, many, evaluated, off, unwatched, counting = (
         Memory(cli.load([*keys, *more]), 1, gpus_per_node=8)
         for more in (
             ["train.global_batch_size=3"],
             ["train.global_batch_size=32"],
             ["train.global_batch_size=32", "train.eval_every=5"],
             ["train.cuda_graph=off"],
+            ["train.global_batch_size=3", *COUNTING],
+            ["train.global_batch_size=3", *COUNTING, "precision.fp8=current"],
         )
     )
     layers = one.cfg.model.num_layers
+    assert unwatched.graph(0) == one.graph(0) == counting.graph(0) - 8192 * (150 + 400) * 3 * layers
     assert one.graph(0) == many.graph(0) == evaluated.graph(0) - 8192 * 150 * layers and off.graph(0) == 0
 
 

@@ -160,7 +160,10 @@ def test_prometheus_has_the_last_figures(tmp_path):
         log.iteration(replace(STEP, step=3, loss=4.0))
         log.iteration(replace(STEP, step=4, loss=float("nan"), lr=2e-3))
         log.evaluation(4, 3.5)
+        log.record("numerics", step=2, **{"fp8/blocks.1.mlp.up/gradient/underflows%": 1.5, "grad_norm/head": None})
         found = ask(port)
+    assert found["minitron_numerics_fp8_blocks_1_mlp_up_gradient_underflows_"] == 1.5
+    assert found["minitron_numerics_step"] == 2 and "minitron_numerics_grad_norm_head" not in found
     assert found["minitron_step_step"] == found["minitron_eval_step"] == 4 and found["minitron_eval_loss"] == 3.5
     assert found["minitron_step_learning_rate"] == 2e-3 and found["minitron_step_loss"] == 4.0
     assert found["minitron_step_tflops_full"] > 0

@@ -239,6 +239,27 @@ def test_what_a_run_has_not_logged_has_no_panel_and_smoothing_has_its_option(tmp
     assert "--smooth: 0 is no whole number" in error_of(run, "--smooth", 0)
 
 
+def numerics(step, worst):
+    figures = {"grad_norm/embedding": 3.0, "grad_norm/blocks.0": 1.0 * step, "grad_norm/blocks.1": None}
+    figures |= {f"fp8/blocks.{i}.mlp.{at}/gradient/underflows%": 0.5 for i in (0, 1) for at in ("up", "down")}
+    figures |= {"fp8/blocks.1.mlp.up/gradient/underflows%": worst, "fp8/blocks.1.mlp.up/gradient/cur_amax": 7.0}
+    return {"kind": "numerics", "step": step, "param_norm": 9.0, "fp8/underflows%": 80.0, **figures}
+
+
+def test_maps_show_the_block_whose_numbers_go_wrong(tmp_path, capsys):
+    rows = [*records([8.0, 7.0, 5.0, 5.0]), numerics(2, 1.0), numerics(4, 61.0)]
+    run = plot_run.read_run(write(tmp_path, rows))
+    assert plot_run.by_block(run, "grad_norm") == {"embedding": [3.0, 3.0], "blocks.0": [2.0, 4.0]}
+    assert plot_run.by_block(run, "fp8") == {"blocks.0": [0.5, 0.5], "blocks.1": [1.0, 61.0]}
+    norms, underflows = plot_run.picture([run]).axes[2:4]
+    assert norms.get_ylabel() == "gradient norm by block" and underflows.get_ylabel() == "underflows, %"
+    assert underflows.collections[0].get_array().tolist() == [[0.5, 0.5], [1.0, 61.0]]
+    assert [label.get_text() for label in underflows.get_yticklabels()] == ["blocks.0", "blocks.1"]
+    assert len(plot_run.picture([run, run]).axes) == 2
+    plot_run.main([str(tmp_path)])
+    assert "Most FP8 underflows: 61 % of blocks.1.mlp.up's gradient, step 4." in capsys.readouterr().out
+
+
 def test_the_time_of_all_starts_is_accounted_for(tmp_path, capsys):
     """Two starts, the second from step 3 on; a save's record before its first step and an end's rewind nothing."""
     rows = [{"kind": "run", "time": 102.0, "started": 100.0, "load_seconds": 0.0, "first_step": 1}]

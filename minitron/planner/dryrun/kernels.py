@@ -43,7 +43,8 @@ def choose(cfg: Config) -> Kernels:
         attend = replace(attend, forward=unobserved(_attention_forward), backward=unobserved(_attention_backward))
     if fp8 is not None and cfg.precision.fp8_backend == "te":
         fp8 = _like_transformer_engine(cfg.precision.fp8 == "block")
-    return Kernels(attend, sys.modules[__name__], Gemm(unobserved(plain.add_product)), adamw_, fp8)
+    gemm = Gemm(unobserved(plain.add_product))
+    return Kernels(attend, sys.modules[__name__], gemm, adamw_, fp8, counts=chosen.counts)
 
 
 def _attention_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Forward:

@@ -1,0 +1,119 @@
+"""What the numbers of a step are doing: norms and zeros in every format, and what casts lose in FP8, layer by layer.
+
+Problem: a run that diverges shows one loss and one gradient norm. They do not show which layer's gradients grow, or
+which FP8 tensor has lost its small values. The idea: every log.numerics_every steps each rank sums up figures of its
+slices of the buckets. One sum and one maximum over the world make a record of metrics.jsonl:
+
+    param_norm                 of all trained parameters
+    grad_zeros, grad_zeros%    elements of the gradient that are exactly zero
+    grad_norm/blocks.3         by part of the model; the squares add up to the square of the step's logged norm
+    fp8/blocks.3.mlp.up/gradient/underflows%
+                               by layer and tensor (activation, weight, gradient), with Transformer Engine's names:
+                               underflows%, cur_amax; overflows% of delayed scaling; scale_inv_min and _max, which block
+                               scaling has no single ones of
+
+They describe the step's own numbers: its weights before the update, and its gradients before clipping. So they are read
+between the backward and the update, which overwrites gradients. The host reads the result one step later, and launches
+nothing in other steps. kernels/fp8_counts.py counts casts. Weights that are kept as FP8 bytes were cast in the update
+before, so they are counted here, from the masters. Null stands for a tensor that this step did not cast: LoRA's frozen
+weights are cast once. Left out: the norm of frozen weights.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from minitron.comm.collectives import all_reduce_
+from minitron.config.schema import Config
+from minitron.kernels.fp8_counts import CastCounts
+from minitron.kernels.fp8_scales import FP8_DTYPES
+from minitron.optim.zero1 import Zero1Optimizer
+from minitron.runtime.log import Log
+from minitron.runtime.observer import LateCopy, Observer, StepDone
+
+TENSORS = "activation", "weight", "gradient"  # x, weight and dy
+STATS = "underflows%", "cur_amax", "scale_inv_min", "scale_inv_max", "overflows%"
+KNOWN = {"none": 0, "block": 2, "current": 4, "delayed": 5}  # how many of STATS, by precision.fp8
+
+
+class Numerics(Observer):
+    """Logs what the numbers of every log.numerics_every-th step are doing.
+
+    A step: begin(step), forward and backward, read(), update, after(done). counts: of FP8's casts. log: None writes
+    nothing.
+    """
+
+    def __init__(self, cfg: Config, optimizer: Zero1Optimizer, counts: CastCounts, log: Log | None):
+        self.every, self.known, self.log = cfg.log.numerics_every, KNOWN[cfg.precision.fp8], log
+        self.gradients, self.masters, self.counts = optimizer.gradients, optimizer.masters, counts
+        self.units = ["embedding", *(f"blocks.{i}" for i in range(cfg.model.num_layers)), "head"]
+        tensors = [f"fp8/{layer}/{tensor}" for layer in counts.layers for tensor in TENSORS]
+        self.names = ["param_norm", "grad_zeros", "grad_zeros%", *(f"grad_norm/{unit}" for unit in self.units)]
+        self.names += [f"{tensor}/{stat}" for tensor in tensors for stat in STATS[: self.known]]
+        self.due = False  # whether this step's numbers are read
+        self.waiting: tuple[int, LateCopy] | None = None
+
+    def begin(self, step: int) -> None:
+        """Begin a step. If its numbers are due, its casts are counted until read()."""
+        self.due = self.every > 0 and step % self.every == 0
+        self.counts.count(self.due)
+
+    @torch.no_grad()
+    def read(self, count: Tensor, scale: Tensor | float) -> None:
+        """Read the step's numbers, if they are due, before its update. Collective over the world.
+
+        count, scale: as for Zero1Optimizer.step.
+        """
+        if not self.due:
+            return
+        world, by_unit, tops = self.gradients.mesh.world, self._read_slices(), self.counts.tops
+        self.counts.count(False)
+        sums = torch.cat([(count * scale).view(1), by_unit.flatten(), self.counts.sums.flatten()])
+        all_reduce_(sums, world)
+        if self.counts.layers:
+            all_reduce_(tops, world, op=dist.ReduceOp.MAX)
+        self.figures = torch.cat([sums, tops.flatten()])
+
+    def after(self, done: StepDone) -> None:
+        """Log the figures that were under way. Begin to copy those of this step."""
+        self.close()
+        if self.due:
+            self.waiting = done.step, LateCopy(self.figures)
+
+    def close(self) -> None:
+        """Log the figures that are under way."""
+        if self.waiting is None or self.log is None:
+            return
+        (step, copy), self.waiting = self.waiting, None
+        sizes = 1, 4 * len(self.units), self.counts.sums.numel(), self.counts.tops.numel()
+        denominator, by_unit, sums, tops = copy.read().split(sizes)
+        squares, params, zeros, elements = by_unit.view(-1, 4).t()
+        whole = [params.sum().sqrt(), zeros.sum(), 100 * zeros.sum() / elements.sum()]
+        underflows, overflows, cast = sums.view(-1, 3).t()
+        amax, smallest, largest = tops.view(-1, 3).t()
+        stats = torch.stack([100 * underflows / cast, amax, -smallest, largest, 100 * overflows / cast], 1)
+        figures = torch.cat([torch.stack(whole), squares.sqrt() / denominator, stats[:, : self.known].flatten()])
+        self.log.record("numerics", step=step, **dict(zip(self.names, figures.tolist(), strict=True)))
+
+    def _read_slices(self) -> Tensor:
+        """Sum up squares of gradients and masters, zeros and elements by part of the model: [units, 4].
+
+        Over the world each element counts once. Also counts what the casts lost of weights that are kept as FP8 bytes.
+        """
+        sums = torch.zeros(len(self.units), 4, dtype=torch.float64, device=self.gradients.mesh.device)
+        buckets = self.gradients.buckets
+        for part in self.gradients.owned():
+            bucket, (first, second, *_) = buckets[part.bucket], part.name.split(".")
+            grad, master = part.of([b.grad_slice for b in buckets]), part.of(self.masters)
+            if self.gradients.counts(bucket):
+                unit = sums[self.units.index(f"{first}.{second}" if first == "blocks" else first)]
+                unit[:2] += torch.stack([bucket.square_sum(grad), bucket.square_sum(master)])
+                unit[2] += part.numel - grad.count_nonzero()
+                unit[3] += part.numel
+            if (scale := part.param.spec.fp8_scale) is not None and self.counts.on:
+                values = part.of([b.data_slice for b in buckets]).view(FP8_DTYPES["weight"])
+                layer = part.name.removesuffix(".weight")
+                self.counts.add(layer, "weight", master.bfloat16(), values, scale.scale_inv)
+        return sums
