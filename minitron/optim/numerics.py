@@ -104,16 +104,16 @@ class Numerics(Observer):
         """
         sums = torch.zeros(len(self.units), 4, dtype=torch.float64, device=self.gradients.mesh.device)
         buckets = self.gradients.buckets
+        grads, data = [b.grad_slice for b in buckets], [b.data_slice for b in buckets]
         for part in self.gradients.owned():
             bucket, (first, second, *_) = buckets[part.bucket], part.name.split(".")
-            grad, master = part.of([b.grad_slice for b in buckets]), part.of(self.masters)
+            grad, master = part.of(grads), part.of(self.masters)
             if self.gradients.counts(bucket):
                 unit = sums[self.units.index(f"{first}.{second}" if first == "blocks" else first)]
                 unit[:2] += torch.stack([bucket.square_sum(grad), bucket.square_sum(master)])
                 unit[2] += part.numel - grad.count_nonzero()
                 unit[3] += part.numel
             if (scale := part.param.spec.fp8_scale) is not None and self.counts.on:
-                values = part.of([b.data_slice for b in buckets]).view(FP8_DTYPES["weight"])
-                layer = part.name.removesuffix(".weight")
+                layer, values = part.name.removesuffix(".weight"), part.of(data).view(FP8_DTYPES["weight"])
                 self.counts.add(layer, "weight", master.bfloat16(), values, scale.scale_inv)
         return sums

@@ -193,12 +193,12 @@ def test_records_are_written_beside_those_of_steps(tmp_path):
 @pytest.mark.parametrize(
     "base, layout, world",
     [
+        (GPT3, "tp=2 pp=2", 4),
         (LLAMA, "", 2),
-        (GPT3, "tp=2", 2),
         (GPT3, "pp=2", 2),
         (LLAMA, "cp=2", 2),
+        (GPT3, "tp=2", 2),
         (LLAMA, "tp=2 sequence_parallel=off", 2),
-        (GPT3, "tp=2 pp=2", 4),
     ],
 )
 def test_every_layout_has_the_figures_of_one_process(ranks, base, layout, world):
@@ -216,7 +216,7 @@ def exact_rows(cfg) -> dict:
         return rows_of(config(cfg, {"precision": {"dtype": "fp32"}}))[0]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout, world", [("", 2), ("tp=2", 2), ("pp=2", 2)])
 @pytest.mark.parametrize(
     "recipe, keys", [("delayed", {"fp8_head": True}), ("delayed", {"fp8_params": True}), ("current", {})]
