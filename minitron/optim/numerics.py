@@ -108,7 +108,7 @@ class Numerics(Observer):
         for part in self.gradients.owned():
             bucket, (first, second, *_) = buckets[part.bucket], part.name.split(".")
             grad, master = part.of(grads), part.of(self.masters)
-            if self.gradients.counts(bucket):
+            if self.gradients.has_first_copy(bucket):
                 unit = sums[self.units.index(f"{first}.{second}" if first == "blocks" else first)]
                 unit[:2] += torch.stack([bucket.square_sum(grad), bucket.square_sum(master)])
                 unit[2] += part.numel - grad.count_nonzero()
