@@ -54,7 +54,7 @@ class CastCounts:
     def add(self, layer: str, role: str, x: Tensor, values: Tensor, scale_inv: Tensor) -> None:
         """Count what the cast of x to `values` lost. scale_inv: float32, of the cast, of any shape."""
         sums, tops = (table[self.layers.index(layer), ROLES.index(role)] for table in (self.sums, self.tops))
-        limit = scale_inv.amax() * (ROUNDING * fp8_max(values.dtype))
+        limit = scale_inv.amax().view(1) * (ROUNDING * fp8_max(values.dtype))  # 0-d it would be rounded to x's dtype
         size = max(1, COUNTED_AT_ONCE * len(x) // x.numel())
         for part, cast in zip(x.split(size), values.split(size)):  # a comparison takes 4 bytes an element
             underflows = ((part != 0) & (cast.to(x.dtype) == 0)).sum()
