@@ -60,8 +60,8 @@ class Trainer:
     """The parts of a run on this rank.
 
     runner: launches or replays the passes of a step. rerun: checks each step, if train.rerun is on. numerics: logs what
-    the numbers of some steps are doing. base_fingerprint: of the frozen weights beside adapters. eager_reason: why no
-    step can be recorded; None if steps are recorded, or if train.cuda_graph is off.
+    the numbers of some steps are doing, with log.numerics_every. base_fingerprint: of the frozen weights beside
+    adapters. eager_reason: why no step can be recorded; None if steps are recorded, or if train.cuda_graph is off.
     """
 
     cfg: Config
@@ -75,7 +75,7 @@ class Trainer:
     kernels: Kernels
     runner: Eager | Replay
     rerun: Rerun | None
-    numerics: Numerics
+    numerics: Numerics | None
     base_fingerprint: str | None
     eager_reason: str | None
 
@@ -84,12 +84,11 @@ class Trainer:
 
         The host reads no result of the device here, except with train.rerun.
         """
-        loss_sum, skip = (self.rerun or self.runner).forward_backward(batches)  # sums, not yet divided by tokens
-        scale = self.scaler.backward_scale(len(batches))
-        loss_sum, count = local_totals(self.mesh, loss_sum, batches)
-        self.numerics.read(count, scale)  # before the update, which overwrites gradients
+        passes = self.numerics or self.rerun or self.runner
+        loss_sum, skip = passes.forward_backward(batches)  # sums, not yet divided by tokens
         self.fp8.update_scales()  # else its all-reduces would wait behind the optimizer's all-gathers
-        stats = self.optimizer.step(lr, loss_sum, count, scale, skip)
+        scale = self.scaler.backward_scale(len(batches))
+        stats = self.optimizer.step(lr, *local_totals(self.mesh, loss_sum, batches), scale, skip)
         self.scaler.update(stats.skipped * (not skip))  # a step that rerun skips is no overflow
         self.mesh.activity.ended()
         return stats
@@ -183,7 +182,7 @@ def build(
         layers = sum(len(stages[i]) for i in mine)
         runner = Replay(eager, mesh, layers, cfg.train.eval_every > 0, log)
     rerun = Rerun(runner, gradients, fp8, scaler, log) if cfg.train.rerun == "on" else None
-    numerics = Numerics(cfg, optimizer, chosen.counts, log)
+    numerics = Numerics(cfg, rerun or runner, optimizer, chosen.counts, log) if cfg.log.numerics_every else None
     parts = chunks, gradients, optimizer, executor, scaler, fp8, chosen, runner, rerun, numerics
     return Trainer(cfg, mesh, *parts, base_fingerprint, reason)
 
@@ -218,11 +217,10 @@ def train(
     observers: list[Observer] = []  # the meter gives them the figures of each step
     meter = Meter(log, mesh, memory, saves.stalls, observers)
     evaluation = Evaluation(trainer.evaluate, cfg, mesh, data.valid, log, stop, meter)
-    observers += [meter, trainer.numerics, replicas, stragglers, stop, evaluation, saves, startup]
+    observers += [meter, replicas, stragglers, stop, evaluation, saves, startup, *filter(None, [trainer.numerics])]
     startup.mark("prepare")
     for step in profiled(range(start.step + 1, t.steps + 1), cfg, mesh, log):
         mesh.activity.begin_step(step)
-        trainer.numerics.begin(step)
         mesh.activity.begin("data")
         batches = loader.step(consumed, step)
         consumed += t.global_batch_size

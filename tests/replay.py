@@ -126,4 +126,6 @@ def replayed(trainer: Trainer, recorder: Callable | None = None, log=None) -> Tr
     runner, rerun = Replay(trainer.runner, trainer.mesh, layers, True, log, recorder), trainer.rerun
     if rerun is not None:
         rerun = Rerun(runner, trainer.gradients, trainer.fp8, trainer.scaler, log)
+    if trainer.numerics is not None:
+        trainer.numerics.runner = rerun or runner
     return replace(trainer, runner=runner, rerun=rerun)

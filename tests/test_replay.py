@@ -62,15 +62,17 @@ def run_steps(cfg, again: bool):
         batches = loader.step(step * batch, step)
         if step >= 2:  # before the one that is recorded and between replays, where it is recorded, too
             figures.append(trainer.evaluate(batches).tolist())
-        trainer.numerics.begin(step)
+        trainer.mesh.activity.begin_step(step)
         stats = trainer.step(batches, cfg.optimizer.lr * (1 + step))
-        trainer.numerics.after(StepDone(step, 0, 0.0, [], stats.values))
+        if trainer.numerics is not None:
+            trainer.numerics.after(StepDone(step, 0, 0.0, [], stats.values))
         figures.append(stats.read() | {"loss_scale": float(trainer.scaler.scale)})
     loader.close()
-    trainer.numerics.close()
+    if trainer.numerics is not None:
+        trainer.numerics.close()
     figures += log.records
     assert not again or trainer.runner.training and trainer.runner.evaluation
-    assert not again or bool(trainer.runner.counting) == bool(trainer.numerics.counts.layers)
+    assert not again or bool(trainer.runner.counting) == bool(trainer.kernels.counts.layers)
     trainer.gradients.wait_parameters()
     params = [(p.spec.name, p.detach().clone()) for chunk in trainer.chunks for p in chunk.parameters()]
     weights = {name: p if p.itemsize > 1 else p.view(torch.uint8) for name, p in params}  # ranks send no float8
@@ -240,7 +242,7 @@ def run_and_tell(cfg, recorder_of):
         trainer = replayed(trainer, partial(recorder_of, trainer), log)
         loader, batch = Loader(dataset_of(cfg), cfg, trainer.mesh), cfg.train.global_batch_size
         for step in range(cfg.train.steps):
-            trainer.numerics.begin(step)
+            trainer.mesh.activity.begin_step(step)
             figures.append(trainer.step(loader.step(step * batch, step), cfg.optimizer.lr * (1 + step)).read())
         loader.close()
         return figures, log.lines, trainer.runner.replaying
@@ -286,7 +288,7 @@ class BrokenCounts(CpuRecorder):
     """Fails in a step that counts casts."""
 
     def record(self, work):
-        if self.trainer.numerics.counts.on:
+        if self.trainer.kernels.counts.on:
             raise RuntimeError("operation not permitted")
         return super().record(work)
 

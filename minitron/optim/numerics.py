@@ -13,13 +13,15 @@ slices of the buckets. One sum and one maximum over the world make a record of m
                                scaling has no single ones of
 
 They describe the step's own numbers: its weights before the update, and its gradients before clipping. So they are read
-between the backward and the update, which overwrites gradients. The host reads the result one step later, and launches
+right behind the backward, since the update overwrites gradients. The host reads the result one step later, and launches
 nothing in other steps. kernels/fp8_counts.py counts casts. Weights that are kept as FP8 bytes were cast in the update
 before, so they are counted here, from the masters. Null stands for a tensor that this step did not cast: LoRA's frozen
 weights are cast once. Left out: the norm of frozen weights.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -29,7 +31,9 @@ from minitron.comm.collectives import all_reduce_
 from minitron.config.schema import Config
 from minitron.kernels.fp8_counts import CastCounts
 from minitron.kernels.fp8_scales import FP8_DTYPES
+from minitron.optim.rerun import CountedBatch, Rerun
 from minitron.optim.zero1 import Zero1Optimizer
+from minitron.pipeline.replay import Eager, Replay
 from minitron.runtime.log import Log
 from minitron.runtime.observer import LateCopy, Observer, StepDone
 
@@ -41,46 +45,41 @@ KNOWN = {"none": 0, "block": 2, "current": 4, "delayed": 5}  # how many of STATS
 class Numerics(Observer):
     """Logs what the numbers of every log.numerics_every-th step are doing.
 
-    A step: begin(step), forward and backward, read(), update, after(done). counts: of FP8's casts. log: None writes
-    nothing.
+    runner: runs the passes of a step. counts: of FP8's casts. log: None writes nothing.
     """
 
-    def __init__(self, cfg: Config, optimizer: Zero1Optimizer, counts: CastCounts, log: Log | None):
+    def __init__(
+        self,
+        cfg: Config,
+        runner: Eager | Replay | Rerun,
+        optimizer: Zero1Optimizer,
+        counts: CastCounts,
+        log: Log | None,
+    ):
         self.every, self.known, self.log = cfg.log.numerics_every, KNOWN[cfg.precision.fp8], log
-        self.gradients, self.masters, self.counts = optimizer.gradients, optimizer.masters, counts
+        self.runner, self.gradients, self.masters = runner, optimizer.gradients, optimizer.masters
+        self.counts = counts
         self.units = ["embedding", *(f"blocks.{i}" for i in range(cfg.model.num_layers)), "head"]
         tensors = [f"fp8/{layer}/{tensor}" for layer in counts.layers for tensor in TENSORS]
         self.names = ["param_norm", "grad_zeros", "grad_zeros%", *(f"grad_norm/{unit}" for unit in self.units)]
         self.names += [f"{tensor}/{stat}" for tensor in tensors for stat in STATS[: self.known]]
-        self.due = False  # whether this step's numbers are read
+        self.figures: Tensor | None = None  # of this step, if its numbers are due
         self.waiting: tuple[int, LateCopy] | None = None
 
-    def begin(self, step: int) -> None:
-        """Begin a step. If its numbers are due, its casts are counted until read()."""
-        self.due = self.every > 0 and step % self.every == 0
-        self.counts.count(self.due)
-
-    @torch.no_grad()
-    def read(self, count: Tensor, scale: Tensor | float) -> None:
-        """Read the step's numbers, if they are due, before its update. Collective over the world.
-
-        count, scale: as for Zero1Optimizer.step.
-        """
-        if not self.due:
-            return
-        world, by_unit, tops = self.gradients.mesh.world, self._read_slices(), self.counts.tops
+    def forward_backward(self, batches: Sequence[CountedBatch]) -> tuple[Tensor, bool]:
+        """Compute the gradients of a step. Read its numbers if they are due, collectively over the world."""
+        due = self.gradients.mesh.activity.step % self.every == 0
+        self.counts.count(due)
+        result = self.runner.forward_backward(batches)
+        self.figures = self._read() if due else None
         self.counts.count(False)
-        sums = torch.cat([(count * scale).view(1), by_unit.flatten(), self.counts.sums.flatten()])
-        all_reduce_(sums, world)
-        if self.counts.layers:
-            all_reduce_(tops, world, op=dist.ReduceOp.MAX)
-        self.figures = torch.cat([sums, tops.flatten()])
+        return result
 
     def after(self, done: StepDone) -> None:
         """Log the figures that were under way. Begin to copy those of this step."""
         self.close()
-        if self.due:
-            self.waiting = done.step, LateCopy(self.figures)
+        if self.figures is not None:
+            self.waiting = done.step, LateCopy(torch.cat([done.figures[1:2], self.figures]))
 
     def close(self) -> None:
         """Log the figures that are under way."""
@@ -88,14 +87,25 @@ class Numerics(Observer):
             return
         (step, copy), self.waiting = self.waiting, None
         sizes = 1, 4 * len(self.units), self.counts.sums.numel(), self.counts.tops.numel()
-        denominator, by_unit, sums, tops = copy.read().split(sizes)
+        grad_norm, by_unit, sums, tops = copy.read().split(sizes)
         squares, params, zeros, elements = by_unit.view(-1, 4).t()
         whole = [params.sum().sqrt(), zeros.sum(), 100 * zeros.sum() / elements.sum()]
         underflows, overflows, cast = sums.view(-1, 3).t()
         amax, smallest, largest = tops.view(-1, 3).t()
         stats = torch.stack([100 * underflows / cast, amax, -smallest, largest, 100 * overflows / cast], 1)
-        figures = torch.cat([torch.stack(whole), squares.sqrt() / denominator, stats[:, : self.known].flatten()])
+        norms = grad_norm * (squares / squares.sum()).sqrt()  # gradients are sums, grad_norm is that of the mean
+        figures = torch.cat([torch.stack(whole), norms, stats[:, : self.known].flatten()])
         self.log.record("numerics", step=step, **dict(zip(self.names, figures.tolist(), strict=True)))
+
+    @torch.no_grad()
+    def _read(self) -> Tensor:
+        """Add up all figures over the world."""
+        world, tops = self.gradients.mesh.world, self.counts.tops
+        sums = torch.cat([self._read_slices().flatten(), self.counts.sums.flatten()])
+        all_reduce_(sums, world)
+        if self.counts.layers:
+            all_reduce_(tops, world, op=dist.ReduceOp.MAX)
+        return torch.cat([sums, tops.flatten()])
 
     def _read_slices(self) -> Tensor:
         """Sum up squares of gradients and masters, zeros and elements by part of the model: [units, 4].

@@ -4,6 +4,7 @@ import json
 import math
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -56,13 +57,15 @@ def run(cfg, log, before=lambda trainer, step: None) -> tuple[Trainer, list[dict
     loader = Loader(dataset_of(cfg), cfg, trainer.mesh)
     for step in range(1, cfg.train.steps + 1):
         before(trainer, step)
-        trainer.numerics.begin(step)
+        trainer.mesh.activity.begin_step(step)
         stats = trainer.step(loader.step((step - 1) * batch, step), cfg.optimizer.lr)
-        trainer.numerics.after(StepDone(step, step * batch, cfg.optimizer.lr, [], stats.values))
+        if trainer.numerics is not None:
+            trainer.numerics.after(StepDone(step, step * batch, cfg.optimizer.lr, [], stats.values))
         figures.append(stats.read())
         if step == 1:
             trainer.evaluate(loader.step(0, 0))  # counts nothing
-    trainer.numerics.close()
+    if trainer.numerics is not None:
+        trainer.numerics.close()
     loader.close()
     trainer.gradients.wait_parameters()
     return trainer, figures
@@ -124,13 +127,22 @@ def test_nothing_is_counted_without_the_key_and_in_other_steps():
     assert not counts.on and not counts.sums.numel()
     off, third = (config(toy(LLAMA, fp8("delayed")), {"log": {"numerics_every": every}}) for every in (0, 3))
     trainer = build(off, mesh_of(off))
-    trainer.numerics.begin(3)
-    assert not (trainer.numerics.due or trainer.numerics.counts.on or trainer.numerics.counts.layers)
-    numerics, due = build(third, mesh_of(third)).numerics, []
+    assert trainer.numerics is None and not trainer.kernels.counts.layers
+    trainer, counted_steps = build(third, mesh_of(third)), []
+    numerics, counts = trainer.numerics, trainer.kernels.counts
+
+    def forward_backward(batches):
+        counted_steps.append(counts.on)
+        return runner.forward_backward(batches)
+
+    runner, numerics.runner = numerics.runner, SimpleNamespace(forward_backward=forward_backward)
+    loader = Loader(dataset_of(third), third, trainer.mesh)
     for step in range(1, 8):
-        numerics.begin(step)
-        due.append((numerics.due, numerics.counts.on))
-    assert due == [(step % 3 == 0,) * 2 for step in range(1, 8)]
+        trainer.mesh.activity.begin_step(step)
+        trainer.step(loader.step(0, step), 0.0)
+        assert (numerics.figures is not None) == (step % 3 == 0) and not counts.on
+    loader.close()
+    assert counted_steps == [step % 3 == 0 for step in range(1, 8)]
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------

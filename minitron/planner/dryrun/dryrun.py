@@ -220,7 +220,7 @@ def run_step(trainer: Trainer, read: int | None = None) -> None:
     batches = loader.step(0, 1)
     for _ in range(cfg.num_microbatches(dp) - len(batches)):
         batches.append(replace(batches[0], packed=batches[0].packed.clone()))
-    trainer.numerics.begin(cfg.log.numerics_every)  # a step that counts casts needs most memory
+    trainer.mesh.activity.begin_step(cfg.log.numerics_every)  # a step that counts casts needs most memory
     trainer.step(batches, cfg.optimizer.lr)
     loader.close()
 
