@@ -477,9 +477,10 @@ def _sum_parts(parts, onto, out, n, stride, PARTS: tl.constexpr, BLOCK: tl.const
     tl.store(out + at, total, inside)
 
 
-def sum_parts(parts: Tensor, onto: Tensor | None = None) -> Tensor:
+def sum_parts(parts: Tensor, onto: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """Sum over dim 0; see kernels/plain.py. torch's own sum over the first dim is slower."""
-    out = torch.empty_like(parts[0]) if onto is None else onto
+    if out is None:
+        out = torch.empty_like(parts[0]) if onto is None else onto
     assert parts[0].is_contiguous() and out.is_contiguous()
     n, stride, grid = out.numel(), parts.stride(0), (triton.cdiv(out.numel(), 2048),)
     _sum_parts[grid](parts, onto, out, n, stride, PARTS=len(parts), BLOCK=2048, num_warps=8)

@@ -188,10 +188,15 @@ def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
 # ---- partial sums ----------------------------------------------------------------------------------------------------
 
 
-def sum_parts(parts: Tensor, onto: Tensor | None = None) -> Tensor:
-    """Sum [p, ...] over p, in float32 or better, and round once. onto [...]: add the sum to it in place; return it."""
+def sum_parts(parts: Tensor, onto: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Sum [p, ...] over p, in float32 or better, and round once.
+
+    onto [...]: add the sum to it, in place; return it. out [...]: leave `onto` as it is, and write and return this.
+    """
     wide = torch.promote_types(parts.dtype, torch.float32)
-    return parts.sum(0) if onto is None else onto.add_(parts.sum(0, dtype=wide))
+    if onto is None:
+        return parts.sum(0)
+    return (onto if out is None else out).copy_(onto + parts.sum(0, dtype=wide))
 
 
 def square_sum(x: Tensor) -> Tensor:

@@ -145,7 +145,9 @@ def test_parts_are_summed(dtype, parts, shape):
     x = randn(parts, *shape, dtype=dtype)
     expected = plain.sum_parts(x.float())
     assert_close_rel(fused.sum_parts(x).float(), expected, TOLERANCE[dtype])
-    onto = x[0].clone()
+    onto, wide = x[0].clone(), torch.empty(shape, device="cuda")
+    assert fused.sum_parts(x[1:], onto, wide) is wide and torch.equal(onto, x[0])
+    assert_close_rel(wide, expected, TOLERANCE[torch.float32])
     assert fused.sum_parts(x[1:], onto) is onto
     assert_close_rel(onto.float(), expected, TOLERANCE[dtype])
 

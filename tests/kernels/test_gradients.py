@@ -35,8 +35,12 @@ def test_products(m, n, k):
 def test_parts_of_other_ranks():
     parts, own = randn(7, 5000), randn(5000, seed=1)
     exact = parts.double().sum(0) + own.double()
-    assert plain.sum_parts(parts, own) is own
+    before, wide, narrow = own.clone(), torch.empty(5000), torch.empty(5000, dtype=BF16)
+    assert plain.sum_parts(parts, own, wide) is wide and plain.sum_parts(parts, own, narrow) is narrow
+    assert torch.equal(own, before)
+    assert plain.sum_parts(parts, own) is own and torch.equal(own, narrow)
     assert_rounded_once(own, exact)
+    assert ((wide - exact).abs() <= 1e-6 * parts.double().abs().sum(0)).all()
 
 
 @pytest.mark.parametrize("in_order", [False, True])
