@@ -91,6 +91,11 @@ def reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis, *, wait: bool = True
     return _start("reduce-scatter", _reduce_scatter_op, axis, out, x, wait=wait)
 
 
+def all_to_all_into(out: Tensor, x: Tensor, axis: Axis) -> None:
+    """Send the i-th of P equal parts of x (dim 0) to rank i; write what arrives to out, in axis order. Contiguous."""
+    _start("all-to-all", dist.all_to_all_single, axis, out, x)
+
+
 def gather_json(value: Any, axis: Axis, device: torch.device) -> list[Any]:
     """Return the values of all ranks of an axis, in order. They travel as JSON: no rank runs what it receives."""
     data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
@@ -163,7 +168,7 @@ def _trade(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
     _check_divisible(x, split_dim, axis)
     parts = torch.stack(x.chunk(axis.size, split_dim)).contiguous()
     out = torch.empty_like(parts)
-    _start("all-to-all", dist.all_to_all_single, axis, out, parts)
+    all_to_all_into(out, parts, axis)
     return torch.cat(out.unbind(0), concat_dim)
 
 

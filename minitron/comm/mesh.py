@@ -12,9 +12,10 @@ collective over it is the identity, so the model needs no `if tp > 1`.
         pp 1: cp 0: ranks 4 5
               cp 1: ranks 6 7
 
-Three more axes serve one purpose each. Gradients are summed over `dp_cp`, and optimizer state is sharded over it. The
-two ranks of `embedding`, the first and the last of a pipeline, hold the two copies of a tied weight. Statistics of a
-step are summed over `world`.
+More axes serve one purpose each. Gradients are summed over `dp_cp`, and optimizer state is sharded over it. It has two
+levels if gradients travel in bf16 (optim/slices.py): `local` has its ranks of one node, `across` those of equal place
+in their nodes. Otherwise `local` is all of dp_cp, and `across` one rank. The two ranks of `embedding`, the first and
+the last of a pipeline, hold the two copies of a tied weight. Statistics of a step are summed over `world`.
 """
 
 from __future__ import annotations
@@ -62,9 +63,12 @@ class Mesh:
     cp: Axis
     tp: Axis
     dp_cp: Axis
+    local: Axis
+    across: Axis
     embedding: Axis
     world: Axis
     agreement: Agreement
+    uneven: bool  # dp_cp has no levels, since its nodes have different numbers of its ranks
 
     @property
     def activity(self) -> Activity:
@@ -85,11 +89,13 @@ class Mesh:
         device: torch.device | str = "cpu",
         timeout: timedelta | None = None,
         stopwatch: Stopwatch | None = None,
+        node_ranks: int | None = None,
     ) -> Mesh:
         """Make the mesh of the initialised default process group; dp is its world divided by tp, pp and cp.
 
         tied: the model ties its embeddings and so needs the embedding axis. timeout: a collective of any axis fails
-        after it; None: torch's own. stopwatch: times this rank's own work. Collective: every rank must call it.
+        after it; None: torch's own. stopwatch: times this rank's own work. node_ranks: ranks of this rank's node, for
+        the levels of dp_cp; None: it has one. Collective: every rank must call it.
         Raises ValueError if tp * pp * cp does not divide the world.
         """
         device = torch.device(device)
@@ -97,9 +103,16 @@ class Mesh:
         shape = _shape(world, tp, pp, cp)
         device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
         groups: dict[str, dist.ProcessGroup | None] = {name: device_mesh[name].get_group() for name in AXES}
-        groups["dp_cp"] = device_mesh["dp", "cp"]._flatten("dp_cp").get_group()
         groups["world"] = dist.group.WORLD
-        axes = offline_axes(rank, shape, tied, Activity(device, stopwatch))
+        agreement, local = Agreement.create(rank, world, timeout), None
+        if node_ranks is not None:
+            local = agreement.decide(lambda: node_ranks, lambda counts: _data_ranks_of_a_node(shape, counts))
+        axes = offline_axes(rank, shape, tied, Activity(device, stopwatch), local)
+        data = device_mesh["dp", "cp"]._flatten("dp_cp")
+        groups["dp_cp"] = groups["local"] = groups["across"] = data.get_group()
+        if local and local > 1:
+            levels = data._unflatten(0, (axes["across"].size, local), ("across", "local"))
+            groups |= {name: levels[name].get_group() for name in ("across", "local")}
         if tied and pp > 1 and dist.get_backend() == "nccl":  # one split of the world, in which all ranks take part
             stage_size = world // pp  # pp is outermost: a stage is that many ranks in a row
             pairs = [[first, first + world - stage_size] for first in range(stage_size)]
@@ -110,7 +123,7 @@ class Mesh:
             for group in filter(None, groups.values()):
                 dist.distributed_c10d._set_pg_timeout(timeout, group)
         axes = {name: replace(a, group=groups[name]) if a.size > 1 else a for name, a in axes.items()}
-        return Mesh(rank, device, **axes, agreement=Agreement.create(rank, world, timeout))
+        return Mesh(rank, device, **axes, agreement=agreement, uneven=local == 0)
 
     @staticmethod
     def offline(
@@ -121,7 +134,7 @@ class Mesh:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         axes = offline_axes(rank, _shape(world, tp, pp, cp), True, Activity(device))
-        return Mesh(rank, device, **axes, agreement=Agreement())
+        return Mesh(rank, device, **axes, agreement=Agreement(), uneven=False)
 
 
 def _shape(world: int, tp: int, pp: int, cp: int) -> tuple[int, int, int, int]:
@@ -133,8 +146,27 @@ def _shape(world: int, tp: int, pp: int, cp: int) -> tuple[int, int, int, int]:
     return pp, world // (tp * pp * cp), cp, tp
 
 
-def offline_axes(rank: int, shape: tuple[int, int, int, int], tied: bool, activity: Activity) -> dict[str, Axis]:
-    """Make every axis of one rank of a [pp, dp, cp, tp] array, by name and without groups. tied: see `Mesh.create`."""
+def _data_ranks_of_a_node(shape: tuple[int, int, int, int], node_ranks: list[int]) -> int | None:
+    """Count the ranks of dp_cp that a node has: 0 if nodes differ, None if one node has them all.
+
+    node_ranks: the number of ranks on each rank's node. A node's ranks follow each other.
+    """
+    _, dp, cp, tp = shape
+    stage, (node, *others) = dp * cp * tp, set(node_ranks)
+    if dp * cp == 1 or not (others or node % stage):
+        return None
+    if others or stage % node:
+        return 0
+    return 1 if tp % node == 0 else node // tp * (node % tp == 0)
+
+
+def offline_axes(
+    rank: int, shape: tuple[int, int, int, int], tied: bool, activity: Activity, local: int | None = None
+) -> dict[str, Axis]:
+    """Make every axis of one rank of a [pp, dp, cp, tp] array, by name and without groups.
+
+    tied: see `Mesh.create`. local: the ranks of dp_cp that a node has; None: dp_cp has one level.
+    """
     pp, dp, cp, tp = shape
     world = math.prod(shape)
 
@@ -151,7 +183,10 @@ def offline_axes(rank: int, shape: tuple[int, int, int, int], tied: bool, activi
         "cp": line(cp, tp),
         "tp": line(tp, 1),
         "dp_cp": line(dp * cp, tp),
+        "local": line(local or dp * cp, tp),
+        "across": line(dp * cp // local, tp * local) if local else (rank,),
         "embedding": ends if rank in ends else (rank,),
         "world": line(world, 1),
     }
-    return {name: Axis(name, ranks.index(rank), len(ranks), ranks, activity=activity) for name, ranks in lines.items()}
+    axes = {name: Axis(name, ranks.index(rank), len(ranks), ranks, activity=activity) for name, ranks in lines.items()}
+    return axes if local else axes | {"local": axes["dp_cp"]}

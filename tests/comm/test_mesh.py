@@ -92,6 +92,52 @@ def test_groups_communicate_over_exactly_the_ranks_of_their_axis(ranks, sizes):
         assert sums == {name: sum(1 << r for r in line) for name, (_, _, _, line) in coords.items()}
 
 
+def sums_over_levels(sizes, node_ranks):
+    """Of dp_cp and its levels the ranks, and what an all-reduce of 2^rank gives."""
+    mesh = Mesh.create(**sizes, node_ranks=node_ranks)
+    found = [mesh.uneven]
+    for axis in (mesh.dp_cp, mesh.local, mesh.across):
+        x = torch.tensor([1 << mesh.rank])
+        if axis.size > 1:
+            dist.all_reduce(x, group=axis.group)
+        found.append((axis.ranks, axis.ranks[axis.rank], int(x)))
+    return found
+
+
+@pytest.mark.parametrize(
+    "sizes, node_ranks, local",
+    [
+        ({}, 2, 2),
+        ({"tp": 2}, 4, 2),
+        ({"tp": 2}, 2, 1),
+        ({"pp": 2, "cp": 2}, 2, 2),
+        ({"cp": 4}, 2, 2),
+        ({}, 8, None),
+        ({"pp": 2}, 4, None),
+        ({"tp": 8}, 4, None),
+        ({}, 3, 0),
+        ({"pp": 2}, 3, 0),
+    ],
+    ids=str,
+)
+def test_levels_are_the_data_ranks_of_a_node_and_those_of_equal_place(ranks, sizes, node_ranks, local):
+    """local: data ranks of a node; 0: nodes differ; None: one node has all of them. Then there is one level."""
+    for rank, (uneven, (members, *_), mine, far) in enumerate(ranks(8, sums_over_levels, sizes, node_ranks)):
+        assert uneven == (local == 0)
+        here = [r for r in members if r // node_ranks == rank // node_ranks] if local else members
+        there = members[here.index(rank) :: local] if local else (rank,)
+        assert mine == (tuple(here), rank, sum(1 << r for r in here)) and len(here) == (local or len(members))
+        assert far == (tuple(there), rank, sum(1 << r for r in there))
+
+
+def test_nodes_of_different_sizes_have_no_levels(ranks):
+    assert all(uneven for uneven, *_ in ranks(4, levels_of_a_node_more, 0))
+
+
+def levels_of_a_node_more(_):
+    return sums_over_levels({}, 2 if dist.get_rank() < 2 else 1)
+
+
 def test_a_mesh_of_16384_ranks_is_made_at_once():
     """It took 80 s while every rank listed the whole world for each of its ranks. Bound: 10 times of what it takes."""
     sizes, start = {"tp": 8, "pp": 16, "cp": 2}, time.process_time()
