@@ -195,6 +195,8 @@ def describe_run(log: Log, trainer: Trainer, data: Datasets, start: ResumePoint,
     notes.append(trainer.describe())
     if trainer.eager_reason and (cfg.train.cuda_graph == "on" or device != "cpu"):
         notes.append(f"train.cuda_graph={cfg.train.cuda_graph}: every step is eager, since {trainer.eager_reason}")
+    if mesh.uneven:
+        notes.append("optimizer.reduce_dtype=bf16: nodes differ in their data ranks, so gradients travel in float32")
     for reader, resumed in (start.base_weights, False), (start.reader, start.resume):
         if reader is not None:
             notes += [f"{'resumed from' if resumed else 'weights of'} {reader.path}", reader.note]
@@ -320,7 +322,10 @@ def make_mesh(
             device_id=device if device.type == "cuda" else None,
         )
         tied = cfg.model.tie_embeddings
-        return Mesh.create(tp=p.tp, pp=p.pp, cp=p.cp, tied=tied, device=device, timeout=timeout, stopwatch=stopwatch)
+        node = read_torchrun_env(os.environ)[3] if cfg.optimizer.reduces_in == "bf16" else None
+        return Mesh.create(
+            tp=p.tp, pp=p.pp, cp=p.cp, tied=tied, device=device, timeout=timeout, stopwatch=stopwatch, node_ranks=node
+        )
 
 
 if __name__ == "__main__":

@@ -151,8 +151,8 @@ def build(
             lora.attach(chunk, cfg)
     initialise(chunks, cfg.train.seed)
     with room_for("the gradients"):
-        grad_dtype = DTYPES[cfg.optimizer.grad_dtype]
-        gradients = Gradients(chunks, mesh, chosen, overlap=cfg.parallel.overlap_grads, dtype=grad_dtype)
+        dtype = DTYPES[cfg.optimizer.accumulates_in]
+        gradients = Gradients(chunks, mesh, chosen, overlap=cfg.parallel.overlap_grads, dtype=dtype)
     with room_for("the optimizer's masters and moments"):
         optimizer = Zero1Optimizer(gradients, cfg.optimizer, chosen)
     shape = stream_length(cfg), micro_batch_size, m.hidden_size

@@ -39,6 +39,7 @@ TOLERANCE = 1e-5  # summation order moves float32 by about 1e-7
 ROUNDING_STEP, CHANCE = 2.0**-23, 10
 ROUNDED = 1e-3  # figures after an update that bf16 or FP8 has rounded
 WIDE = SimpleNamespace(max=448.0)
+GRAD_DTYPES = ("grad_dtype", "accumulate_dtype", "reduce_dtype")
 SUM = 2.0**-8  # of a gradient in bf16: 2^-9 of a sum that may be somewhat larger than the last one
 
 
@@ -51,7 +52,7 @@ def alone(cfg: Config) -> Config:
     """The same model, data and casts on one process, computed in the plainest way."""
     how = {"recompute": "none", "cuda_graph": "off", "deterministic": False}
     whole = dataclasses.replace(cfg, parallel=ParallelConfig())
-    return replaced(whole, train=how, optimizer={"grad_dtype": "fp32"})
+    return replaced(whole, train=how, optimizer=dict.fromkeys(GRAD_DTYPES, "fp32"))
 
 
 def refused(cfg: Config, world: int) -> str | None:
@@ -69,8 +70,8 @@ def assert_equals_one_process(ranks, world: int, cfg: Config) -> None:
     cfg = replaced(cfg, precision={"dtype": "fp32"})
     twin = figures, gradients, updates = train(alone(cfg))
     noise = {what: CHANCE * far for what, far in distances(train(alone(cfg), moved=True), twin).items()}
-    rounds = cfg.optimizer.grad_dtype == "bf16"
-    sums = cfg.train.global_batch_size // cfg.train.micro_batch_size + 2  # and those over tp and tied stages
+    rounds = "bf16" in (cfg.optimizer.accumulates_in, cfg.optimizer.reduces_in)
+    sums = cfg.train.global_batch_size // cfg.train.micro_batch_size + 2  # and those of nodes
     first = min(sums * SUM, 0.5) if rounds else max(TOLERANCE, noise["gradient"])
     later = ROUNDED if rounds or cfg.precision.fp8_params else TOLERANCE
     results = ranks(world, train, cfg, timeout=600)

@@ -102,7 +102,10 @@ def lowered(job: Callable, *args):
 
 def mesh_of(cfg: Config) -> Mesh:
     p = cfg.parallel
-    return Mesh.create(tp=p.tp, pp=p.pp, cp=p.cp) if dist.is_initialized() else Mesh.offline(1)
+    if not dist.is_initialized():
+        return Mesh.offline(1)
+    node = 2 if p.pp == 1 else 1  # so that small worlds have several nodes
+    return Mesh.create(tp=p.tp, pp=p.pp, cp=p.cp, node_ranks=node if cfg.optimizer.reduces_in == "bf16" else None)
 
 
 def dataset_of(cfg: Config) -> MockDataset:
@@ -158,8 +161,10 @@ def assemble(gradients: Gradients, slices: list[torch.Tensor]) -> dict[str, torc
     """One flat slice per bucket (gradients, moments) -> {name: whole local tensor}. Collective over dp_cp."""
     result = {}
     for bucket, part in zip(gradients.buckets, slices, strict=True):
-        flat = part.new_empty(bucket.plan.size)
-        all_gather_into(flat, part, gradients.mesh.dp_cp)
+        flat, gathered = (part.new_empty(bucket.plan.size) for _ in range(2))
+        all_gather_into(gathered, part, gradients.mesh.dp_cp)
+        for rank, of_rank in enumerate(gathered.split(len(part))):
+            flat[bucket.plan.slice_of(rank)] = of_rank
         for name, start, numel in bucket.plan.spans:
             result[name] = flat[start : start + numel].view(bucket.params[name].shape)
     return result

@@ -65,7 +65,12 @@ SWITCHES: dict[str, dict[str, Settings]] = {
         "none": {},
     },
     "head": {"bf16": {}, "fp8": {"precision": {"fp8_head": True}}},
-    "grads": {"fp32": {}, "bf16": {"optimizer": {"grad_dtype": "bf16"}}},
+    "grads": {
+        "fp32": {},
+        "bf16": {"optimizer": {"grad_dtype": "bf16"}},
+        "bf16-on-the-wire": {"optimizer": {"reduce_dtype": "bf16"}},
+        "bf16-in-memory": {"optimizer": {"accumulate_dtype": "bf16"}},
+    },
     "recompute": {kind: {"train": {"recompute": kind}} for kind in ("none", "selective", "full")},
     "lora": {"none": {}, "adapters": ADAPTERS, "dropout": merged(ADAPTERS, {"lora": {"dropout": 0.2}})},
     "hidden-dropout": {"0": {}, "0.2": {"model": {"hidden_dropout": 0.2}}},

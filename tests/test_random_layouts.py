@@ -90,6 +90,7 @@ def cases(draw, most_ranks: int) -> str:
     keys["train.cuda_graph"] = pick("off", "off", "on")
     keys["data.separate_documents"] = pick(True, False)
     keys["optimizer.grad_dtype"] = pick("fp32", "fp32", "bf16")
+    keys["optimizer.accumulate_dtype"], keys["optimizer.reduce_dtype"] = (pick("null", "fp32", "bf16") for _ in "12")
     if fp8 != "none":
         keys["precision.fp8"], keys["precision.fp8_head"] = fp8, pick(True, False)
     if pick(True, False, False):

@@ -138,12 +138,12 @@ def buckets() -> str:
     """Who updates which elements of the first stage's largest bucket."""
     chunk = build(load([*MODEL.split(), *SIZES.split()]), offline(0, 2, tp=2)).chunks[0]
     named = [(name, param.numel(), bucket_key(param)) for name, param in chunk.named_parameters()]
-    plan, ranks = max(plan_buckets(named, 1 << 20, 4), key=lambda plan: plan.size), 4
+    plan = max(plan_buckets(named, 1 << 20, 4), key=lambda plan: plan.size)
     rows = []
-    for rank in range(ranks):
-        start, stop = rank * plan.size // ranks, (rank + 1) * plan.size // ranks
-        rows.append(f"dp_cp {rank} sums and updates elements {start} to {stop}:")
-        for span, first, last in plan.owned(rank, ranks):
+    for rank in range(plan.ranks):
+        mine = plan.slice_of(rank)
+        rows.append(f"dp_cp {rank} sums and updates elements {mine.start} to {mine.stop}:")
+        for span, first, last in plan.owned(rank):
             rows.append(f"    {span.name}[{first - span.start}:{last - span.start}]")
     return "\n".join(rows)
 

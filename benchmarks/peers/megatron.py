@@ -205,7 +205,7 @@ def make_chunks(
             prepare(chunk)
         chunks.append(chunk)
     options = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=cfg.optimizer.grad_dtype == "fp32",
+        grad_reduce_in_fp32=cfg.optimizer.accumulates_in == "fp32",
         overlap_grad_reduce=True,
         overlap_param_gather=True,
         use_distributed_optimizer=True,

@@ -175,9 +175,19 @@ class OptimizerConfig:
     eps: float = key(1e-8, "AdamW's epsilon", POSITIVE)
     weight_decay: float = key(0.1, "decoupled weight decay of matrices (norms and biases have none)", NOT_NEGATIVE)
     clip_grad: float = key(1.0, "global gradient norm to clip to, 0: no clipping", NOT_NEGATIVE)
-    grad_dtype: Literal["fp32", "bf16"] = key(
-        "fp32", "gradients are added up over microbatches and ranks in it; bf16 halves memory and traffic", needs=BF16
-    )
+    grad_dtype: Literal["fp32", "bf16"] = key("fp32", "gradients: sets the two keys below", needs=BF16)
+    accumulate_dtype: Literal["fp32", "bf16"] | None = key(None, "over microbatches; null: grad_dtype", needs=BF16)
+    reduce_dtype: Literal["fp32", "bf16"] | None = key(None, "between nodes; null: grad_dtype", needs=BF16)
+
+    @property
+    def accumulates_in(self) -> Literal["fp32", "bf16"]:
+        """The format of gradients while microbatches are added to them."""
+        return self.accumulate_dtype or self.grad_dtype
+
+    @property
+    def reduces_in(self) -> Literal["fp32", "bf16"]:
+        """The format of gradients between nodes."""
+        return self.reduce_dtype or self.grad_dtype
 
 
 @dataclass(frozen=True)

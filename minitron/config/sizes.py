@@ -16,7 +16,7 @@ from minitron.config.schema import Config, ModelConfig, PrecisionConfig
 # NVLink.
 BUCKET_BYTES = 256 << 20
 SLICE_BYTES = 4 << 20  # of a bucket, on each data rank: smaller messages are bound by latency, so buckets are larger
-GRAD_BYTES = {"fp32": 4, "bf16": 2}  # of one gradient, by optimizer.grad_dtype
+GRAD_BYTES = {"fp32": 4, "bf16": 2}  # of one gradient
 # GPUs that read each other's memory fetch gradients in pieces of at most so many bytes: a staging buffer has room for
 # one piece of every other rank.
 PIECE_BYTES = 64 << 20
@@ -176,8 +176,9 @@ class StateBytes:
     def __init__(self, cfg: Config, world: int):
         m, p = cfg.model, cfg.parallel
         self.cfg, self.frozen, self.adapters = cfg, cfg.finetune.kind == "lora", adapters(cfg)
-        self.llama, self.tp, self.grad_bytes = m.family == "llama", p.tp, GRAD_BYTES[cfg.optimizer.grad_dtype]
+        self.llama, self.tp, self.grad_bytes = m.family == "llama", p.tp, GRAD_BYTES[cfg.optimizer.accumulates_in]
         self.shards = cfg.dp(world) * p.cp
+        self.slice_bytes = self.grad_bytes if self.shards == 1 else 4  # of a gradient that the update reads
         self.layers = stage_layers(m.num_layers, p.pp, p.vp, p.layers_per_stage)
         in_fp8 = fp8_layers(cfg.precision, m.num_layers)
         self.fp8_blocks = [sum(i in in_fp8 for i in layers) for layers in self.layers]
@@ -191,7 +192,10 @@ class StateBytes:
         """Count the bytes of parameters, gradients, optimizer and FP8 weights."""
         count, trained, kept = (sum(map(of, self.stages(rank))) for of in (self.parameters, self.trained, self.kept))
         casts = 2 * self.cast(rank) - kept
-        return ITEM * count - kept, self.grad_bytes * trained, 12 * trained // self.shards, casts
+        gradients = self.grad_bytes * trained
+        if self.slice_bytes > self.grad_bytes:  # the reduced slice is not in the bucket
+            gradients += self.slice_bytes * trained // self.shards
+        return ITEM * count - kept, gradients, 12 * trained // self.shards, casts
 
     def stages(self, rank: int) -> range:
         """Return the stages of a pipeline rank, by chunk."""

@@ -6,8 +6,8 @@ a reduction after the backward would leave the network idle until then. The idea
      gradients have a second buffer with the same layout. `param.data` and `param.slot.main_grad` are views.
   2. A layer's backward adds its weight gradient to `main_grad` and calls `param.slot.notify`, which is `Bucket.report`.
   3. In the chunk's last backward `report` starts the bucket's reduce-scatter over dp_cp when all its gradients are
-     there (`Bucket.reduce`). Rank r keeps the sum of slice r.
-  4. The optimizer updates slice r of the parameters (ZeRO-1). `Bucket.start_gather` gathers the other slices.
+     there (`Bucket.reduce`). Each rank keeps the sum of one slice.
+  4. The optimizer updates this slice of the parameters (ZeRO-1). `Bucket.start_gather` gathers the other slices.
   5. Each unit of the model (embedding, block, head) waits for the buckets of its parameters, in a forward pre-hook
      that `_wait_before_forward` registers. Code that reads parameters elsewhere calls `wait_parameters` first.
 
@@ -21,8 +21,8 @@ Every bucket is summed over dp_cp. The slice of a replicated parameter is also s
 gradient of its own tokens or heads only (`sum_over_tp`: a norm under sequence parallelism). A tied weight has a copy on
 the first and on the last pipeline stage, so its slice is summed over `embedding`.
 
-Gradients are float32, or bf16 (optimizer.grad_dtype) in half of the memory and traffic. Each sum is made in float32 and
-rounded once when it is stored, to 2^-9 of its value at most; but process groups add in bf16.
+Microbatches are added in float32, or in bf16 (optimizer.accumulate_dtype) with half of the memory: each sum is made in
+float32 and rounded once when it is stored. Sums over ranks are float32 (slices.py), so `grad_slice` is float32, too.
 
 FP8 weights (precision.fp8_params) have buckets of one byte an element. Their first values become masters at once, and
 optim/fp8_weights.py writes the bytes. Left out: ZeRO-2 and ZeRO-3, since microbatches accumulate into whole gradients.
@@ -81,28 +81,40 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Spans in reverse forward order; `size` elements in all, a multiple of the ranks times ALIGNMENT."""
+    """Spans in reverse forward order; `size` elements in all, a multiple of the ranks times ALIGNMENT.
+
+    ranks: data ranks, each of which owns a slice. nodes: of these ranks, if gradients travel in two levels.
+    """
 
     key: BucketKey
     spans: tuple[Span, ...]
     size: int
+    ranks: int
+    nodes: int = 1
 
-    def owned(self, rank: int, ranks: int) -> Iterator[tuple[Span, int, int]]:
+    def slice_of(self, rank: int) -> slice:
+        """Return the elements that a data rank owns: slice by slice those of a node's first ranks, then the second."""
+        length, local = self.size // self.ranks, self.ranks // self.nodes
+        start = (rank % local * self.nodes + rank // local) * length
+        return slice(start, start + length)
+
+    def owned(self, rank: int) -> Iterator[tuple[Span, int, int]]:
         """Yield (span, first, last): elements [first, last) of the buffer are in the span and in `rank`'s slice."""
-        length = self.size // ranks
+        mine = self.slice_of(rank)
         for span in self.spans:
-            first = max(span.start, rank * length)
-            last = min(span.start + span.numel, (rank + 1) * length)
+            first = max(span.start, mine.start)
+            last = min(span.start + span.numel, mine.stop)
             if first < last:
                 yield span, first, last
 
 
 def plan_buckets(
-    params: Iterable[tuple[str, int, BucketKey]], bucket_bytes: int, ranks: int, itemsize: int = 4
+    params: Iterable[tuple[str, int, BucketKey]], bucket_bytes: int, ranks: int, itemsize: int = 4, nodes: int = 1
 ) -> list[BucketPlan]:
     """Lay (name, numel, key), given in forward order, into buckets, in the order in which a backward closes them.
 
     A bucket closes when its gradients, `itemsize` bytes each, take `bucket_bytes`. A tied weight has a separate bucket.
+    ranks, nodes: see BucketPlan.
     """
     plans: list[BucketPlan] = []
     filling: dict[BucketKey, list[Span]] = {}
@@ -112,7 +124,7 @@ def plan_buckets(
 
     def close(key: BucketKey) -> None:
         spans = filling.pop(key)
-        plans.append(BucketPlan(key, tuple(spans), _round_up(end(spans), ranks * ALIGNMENT)))
+        plans.append(BucketPlan(key, tuple(spans), _round_up(end(spans), ranks * ALIGNMENT), ranks, nodes))
 
     for name, numel, key in reversed(list(params)):
         spans = filling.setdefault(key, [])
@@ -134,10 +146,10 @@ def _round_up(value: int, multiple: int) -> int:
 class Bucket:
     """Flat parameters and gradients of one plan, this rank's slices of both, and the collectives under way.
 
-    data [size] in the parameters' dtype (FP8 as bytes), grad [size] in grad_dtype. data_slice and grad_slice
-    [size / dp_cp] are views. grad_slice is the sum over data ranks between `Gradients.finish` and the next step's first
-    backward. stream: on a GPU with overlap, runs what follows a collective beside the current stream. square: 0-d
-    float64, the squared norm of grad_slice, if the stream computes it as soon as the slice is reduced (early_norm).
+    data [size] in the parameters' dtype (FP8 as bytes), grad [size] in grad_dtype. data_slice [size / dp_cp] is a view.
+    grad_slice [size / dp_cp] is the sum over data ranks, between `Gradients.finish` and the next step's first backward.
+    It is float32 if many ranks add to it, and a view of grad if that has its dtype. square: 0-d float64, the squared
+    norm of grad_slice, if the slices' stream computes it as soon as the slice is reduced (early_norm).
     """
 
     def __init__(
@@ -148,23 +160,26 @@ class Bucket:
         overlap: bool,
         grad_dtype: torch.dtype,
         square_sum: Callable[[Tensor], Tensor],
-        stream: torch.cuda.Stream | None,
+        mesh: Mesh,
     ):
         self.plan, self.key, self.slices, self.overlap = plan, plan.key, slices, overlap
-        self.square_sum, self.stream = square_sum, stream
-        self.early_norm = stream is not None and not (plan.key.tied or plan.key.sum_over_tp)  # no sum is to come
+        self.square_sum, self.stream = square_sum, slices.stream
+        self.early_norm = self.stream is not None and not (plan.key.tied or plan.key.sum_over_tp)  # no sum is to come
         self.params = {span.name: params[span.name] for span in plan.spans}
         in_fp8 = plan.key.dtype == FP8_DTYPES["weight"]
         self.data = slices.zeros(plan.size, torch.uint8 if in_fp8 else plan.key.dtype)  # no collective knows FP8
         self.grad = slices.zeros(plan.size, grad_dtype)
-        self.data_slice, self.grad_slice = slices.own(self.data), slices.own(self.grad)
+        mine = plan.slice_of(mesh.dp_cp.rank)
+        self.data_slice, self.grad_slice = self.data[mine], self.grad[mine]
+        if mesh.dp_cp.size > 1 or plan.key.sum_over_tp:
+            self.grad_slice = self.grad_slice.float()
         self.first_values = self._first_values() if in_fp8 else None
         self.pending: dict[str, int] | None = None  # name -> reports still to come; None before the last backward
         self.counting = False
         self.reduction: Handle[Tensor] = Handle(self.grad_slice)
         self.gather: Handle[Tensor] = Handle(self.data)
         self.gathered: torch.cuda.Event | None = None  # what a recorded forward waits for
-        if stream is not None and slices.axis.size > 1:
+        if self.stream is not None and mesh.dp_cp.size > 1:
             self.gathered = torch.cuda.Event(external=True)
             self.gathered.record()  # graph capture drops the wait for an event that was never recorded
         self.square = torch.zeros((), dtype=torch.float64, device=self.grad.device)
@@ -181,11 +196,11 @@ class Bucket:
 
     def _first_values(self) -> Tensor:
         """Return this rank's slice of the first values, float32."""
-        axis = self.slices.axis
-        values = torch.zeros_like(self.data_slice, dtype=torch.float32)
-        for span, first, last in self.plan.owned(axis.rank, axis.size):
+        values, rank = torch.zeros_like(self.data_slice, dtype=torch.float32), self.slices.axis.rank
+        base = self.plan.slice_of(rank).start
+        for span, first, last in self.plan.owned(rank):
             part = self.params[span.name].detach().view(-1)[first - span.start : last - span.start]
-            values.narrow(0, first - axis.rank * len(values), last - first).copy_(part)
+            values[first - base : last - base].copy_(part)
         return values
 
     def first_masters(self) -> Tensor:
@@ -215,8 +230,8 @@ class Bucket:
             self.reduce()
 
     def reduce(self) -> None:
-        """Start the reduce-scatter, in place, and the squared norm of its result."""
-        self.reduction = self.slices.reduce(self.grad)
+        """Start the reduce-scatter, and the squared norm of its result."""
+        self.reduction = self.slices.reduce(self.grad, self.grad_slice)
         if self.early_norm and self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
@@ -225,7 +240,7 @@ class Bucket:
 
     def start_gather(self) -> None:
         """Start the all-gather of the parameters."""
-        self.gather = self.slices.gather(self.data)
+        self.gather = self.slices.gather(self.data, self.data_slice)
         if self.gathered is not None:
             with torch.cuda.stream(self.stream):
                 self.gather.wait()
@@ -268,8 +283,9 @@ class Gradients:
 
     A training step: begin_backward(chunk, first, last) before every backward; finish(); the optimizer writes each
     bucket's data_slice and starts its gather; after_gathers(). Frozen parameters have no bucket, so they have neither
-    gradient nor optimizer state. The names of parameters are unique on this rank. Collectives run over mesh.dp_cp, tp
-    and embedding. dtype: of the gradients. bucket_bytes: see `plan_buckets`; None: by the number of data ranks.
+    gradient nor optimizer state. The names of parameters are unique on this rank. Collectives run over mesh.dp_cp or
+    its levels, tp and embedding. dtype: in which microbatches are added. bucket_bytes: see `plan_buckets`; None: by the
+    number of data ranks.
     """
 
     def __init__(
@@ -292,17 +308,16 @@ class Gradients:
             named = {param.spec.name: param for param in params_of(chunk) if param.requires_grad}
             assert not any(named.keys() & other.keys() for other, _ in planned), "names repeat over chunks"
             keyed = [(name, p.numel(), bucket_key(p)) for name, p in named.items()]
-            plans = plan_buckets(keyed, limit, mesh.dp_cp.size, dtype.itemsize)
+            plans = plan_buckets(keyed, limit, mesh.dp_cp.size, dtype.itemsize, mesh.across.size)
             position = {name: i for i, name in enumerate(named)}
             plans.sort(key=lambda plan: position[plan.spans[-1].name])  # a plan's last span is needed first
             planned.append((named, plans))
-        nbytes = sum(plan.size * (dtype.itemsize + plan.key.dtype.itemsize) for _, plans in planned for plan in plans)
-        self.stream = torch.cuda.Stream(mesh.device) if overlap and mesh.device.type == "cuda" else None
-        self.slices = choose_slices(mesh.dp_cp, mesh.device, nbytes, overlap, kernels.ops.sum_parts)
+        every = [plan for _, plans in planned for plan in plans]
+        nbytes = sum(plan.size * (dtype.itemsize + plan.key.dtype.itemsize) for plan in every)
+        largest = max((plan.size for plan in every), default=0)
+        self.slices = choose_slices(nbytes, mesh, dtype, largest, overlap, kernels.ops.sum_parts)
         for chunk, (named, plans) in zip(chunks, planned):
-            buckets = [
-                Bucket(plan, named, self.slices, overlap, dtype, kernels.ops.square_sum, self.stream) for plan in plans
-            ]
+            buckets = [Bucket(plan, named, self.slices, overlap, dtype, kernels.ops.square_sum, mesh) for plan in plans]
             self.chunks.append(buckets)
             self.buckets += buckets
             if overlap and mesh.dp_cp.size > 1:
@@ -336,8 +351,8 @@ class Gradients:
             bucket.reduction.wait()
             bucket.pending = None
         self.slices.reduced()
-        if self.stream is not None:
-            torch.cuda.current_stream().wait_stream(self.stream)
+        if self.slices.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.slices.stream)
         recording = self.mesh.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if not (self.copies_compared or recording):  # a comparison reads its result on the host
             self._refuse_equal_copies()
@@ -421,8 +436,8 @@ class Gradients:
         """Yield the contents of this rank's slices by parameter. All dp_cp ranks together cover each element once."""
         axis = self.mesh.dp_cp
         for index, bucket in enumerate(self.buckets):
-            base = axis.rank * bucket.grad_slice.numel()
-            for span, first, last in bucket.plan.owned(axis.rank, axis.size):
+            base = bucket.plan.slice_of(axis.rank).start
+            for span, first, last in bucket.plan.owned(axis.rank):
                 param, start, offset = bucket.params[span.name], first - base, first - span.start
                 yield OwnedPart(span.name, param, index, start, offset, numel=last - first)
 

@@ -162,16 +162,14 @@ class Rerun:
     def _own_figures(self, loss_sum: Tensor, batches: Sequence[CountedBatch]) -> Tensor:
         """Return [loss sum, norm of this rank's unsummed gradients, norm of its slice of the sums], float64."""
         loss_sum, _ = local_totals(self.mesh, loss_sum.double(), batches)
-        axis, own = self.mesh.dp_cp, torch.zeros_like(loss_sum)
+        own = torch.zeros_like(loss_sum)
         summed = own.clone()
         for bucket in self.gradients.buckets:
-            parts = list(bucket.grad.chunk(axis.size))
-            mine = parts.pop(axis.rank)
-            for part in parts:
+            for part in bucket.slices.unsummed(bucket.grad):
                 own += bucket.square_sum(part)
             if not (bucket.key.sum_over_tp or bucket.key.tied):  # those are sums over other axes, too
-                total = summed if axis.size > 1 else own
-                total += bucket.square_sum(mine)
+                total = summed if self.mesh.dp_cp.size > 1 else own
+                total += bucket.square_sum(bucket.grad_slice)
         return torch.stack([loss_sum, own.sqrt(), summed.sqrt()])
 
     def _differing(self, first: Tensor, second: Tensor) -> list[int]:

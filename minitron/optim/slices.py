@@ -1,97 +1,177 @@
-"""Slices of the flat buffers between data ranks: by the process group, or by the copy engines of one node's GPUs.
+"""Slices of the flat buffers between data ranks, in two levels: within a node, and between nodes.
 
-Problem: NCCL's reduce-scatter and all-gather are kernels. While they run, beside the last backward pass and the first
-forward pass, they hold SMs that products need. The idea: over NVLink a rank reads the other ranks' buffers ("symmetric
-memory"). Copy engines fetch the slices, and a short kernel adds gradients:
+Problem: a sum has the format in which gradients travel, so a ring in bf16 rounds at each of its steps. And kernels of
+NCCL hold SMs that products need. The idea: ranks of a node sum their parts in float32. Between nodes slices travel in
+bf16, rounded once, and are added in float32. A bucket of four slices on two nodes of two ranks:
 
-    reduce   backward of the bucket, barrier  ->  slice 0 of ranks 1, 2, 3   ->  own slice 0 += the three of them
-    gather   update of slice 0, barrier       ->  slices 1, 2, 3 of the ranks that own them
+    local    parts are summed in each node          ranks 0, 2   slices 0, 1      ranks 1, 3   slices 2, 3
+    across   equal places exchange slices; each     rank 0       slice 0          rank 1       slice 2
+             rank adds them to its own sum          rank 2       slice 1          rank 3       slice 3
 
-The traffic is that of a ring: (P - 1) / P of a bucket in and as much out. Gradients arrive in pieces. A piece lands in
-one of two stages while the other one is added. Only barriers and additions take SMs.
+Of N nodes each sends (N - 1) / N of a bucket, which is less than in a ring. Parameters are gathered on the way back. On
+one node, or with float32 between nodes, the local level has all ranks (comm/mesh.py).
 
-No barrier follows a read, because the optimizer's all-reduce over the world serves as a barrier. Peers read a rank's
-gradients before this all-reduce, and the rank overwrites them after it. Peers read its parameters before the all-reduce
-of the next step, and the rank updates them after that. Left out: several nodes, which share no memory.
+GPUs of a node read each other's buffers ("symmetric memory"). Copy engines fetch a part in pieces to one of two stages,
+and a short kernel adds the piece before. No barrier follows a read, because the optimizer's all-reduce over the world
+serves as a barrier. Peers read a rank's gradients before this all-reduce, and the rank overwrites them after it. Peers
+read its parameters before the all-reduce of the next step, and the rank updates them after that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from minitron.comm.collectives import all_gather_into, reduce_scatter_into
+from minitron.comm.collectives import all_gather_into, all_to_all_into, reduce_scatter_into
 from minitron.comm.handle import Handle
-from minitron.comm.mesh import Axis
+from minitron.comm.mesh import Mesh
 from minitron.comm.shared_memory import SymmetricBuffer, can_access_peers
 from minitron.config.sizes import PIECE_BYTES
 
+SumParts = Callable[..., Tensor]  # of kernels/plain.py
+PARTS_AT_ONCE = 8  # of other nodes, in one call of a kernel that is compiled for their number
+
+
+def add_rounded(total: Tensor, parts: Tensor, sum_parts: SumParts) -> None:
+    """Add the ranks' parts [p, n] to total [n], float32, in rank order."""
+    for some in parts.split(PARTS_AT_ONCE):
+        sum_parts(some, total)
+
 
 class ProcessGroupSlices:
-    """By the collectives of the process group, on any device."""
+    """By the collectives of the process group, on any device.
+
+    dtype: of gradients. largest: elements of the largest bucket. stream: on a GPU with overlap, runs what follows a
+    collective beside the current stream. Exchanges follow each other there, so they share staging buffers: `received`
+    and `rounded` have the part of a bucket in bf16, `wide` has a bucket of bf16 in float32 for the process group.
+    """
 
     nbytes = 0
+    casts = True  # since the process group adds in the format of its input
 
-    def __init__(self, axis: Axis, device: torch.device):
-        self.axis, self.device = axis, device
+    def __init__(self, mesh: Mesh, dtype: torch.dtype, largest: int, overlap: bool, sum_parts: SumParts):
+        self.axis, self.local, self.across, self.device = mesh.dp_cp, mesh.local, mesh.across, mesh.device
+        overlapped, narrow = overlap and mesh.device.type == "cuda", dtype != torch.float32
+        self.stream = torch.cuda.Stream(mesh.device) if overlapped else None
+        self._sum_parts, empty = sum_parts, partial(torch.empty, device=mesh.device)
+        part = largest // self.local.size * (self.across.size > 1)
+        self.received = empty(part, dtype=torch.bfloat16)
+        self.rounded = empty(0 if narrow else part, dtype=torch.bfloat16)
+        self.wide = empty(largest * (narrow and self.casts and self.local.size > 1), dtype=torch.float32)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Make a buffer of zeros to reduce or gather. numel: a multiple of the axis size."""
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
-    def own(self, buffer: Tensor) -> Tensor:
-        """Return this rank's slice."""
-        return buffer.chunk(self.axis.size)[self.axis.rank]
+    def reduce(self, buffer: Tensor, out: Tensor) -> Handle[Tensor]:
+        """Begin to write this rank's slice of the sum over the ranks to out. In the same order on all ranks.
 
-    def reduce(self, buffer: Tensor) -> Handle[Tensor]:
-        """Begin to make own(buffer) the sum over the ranks, in its dtype. In the same order on all ranks."""
-        return reduce_scatter_into(self.own(buffer), buffer, self.axis, wait=False)
+        out: float32, or `buffer` if there is one rank; it may be the slice of the buffer, whose content is then lost.
+        """
+        if self.across.size == 1 and not len(self.wide):
+            return reduce_scatter_into(out, buffer, self.local, wait=False)
+        return self._later(out, partial(self._reduce, buffer, out))
 
-    def gather(self, buffer: Tensor) -> Handle[Tensor]:
-        """Begin to fetch the other slices from their owners. In the same order on all ranks."""
-        return all_gather_into(buffer, self.own(buffer), self.axis, wait=False)
+    def gather(self, buffer: Tensor, own: Tensor) -> Handle[Tensor]:
+        """Begin to fetch the other slices from their owners. own: this rank's. In the same order on all ranks."""
+        if self.across.size == 1:
+            return self._gather_local(buffer)
+        part = all_gather_into(self._part(buffer), own, self.across, wait=False)
+        return self._later(buffer, part.wait, lambda: self._gather_local(buffer).wait())
+
+    def unsummed(self, buffer: Tensor) -> list[Tensor]:
+        """Return the parts of a reduced buffer that still are this rank's own gradients."""
+        axis = self.local if self.local.size > 1 else self.across
+        parts = list(buffer.chunk(axis.size))
+        return parts[: axis.rank] + parts[axis.rank + 1 :]
 
     def reduced(self) -> None:
         """End a step: the current stream has waited for all its reductions, or will never run them."""
 
+    def _part(self, buffer: Tensor) -> Tensor:
+        """Return the part of a buffer that this rank sums in its node: a slice for each node."""
+        return buffer.chunk(self.local.size)[self.local.rank]
+
+    def _later(self, result: Tensor, *steps: Callable[[], object]) -> Handle[Tensor]:
+        """Launch steps of which each needs the one before: on `stream`, or without it when the result is awaited."""
+        if self.stream is None:
+            return Handle(result, steps)
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            for step in steps:
+                step()
+            return Handle(result, [self.stream.record_event().wait])
+
+    def _reduce(self, buffer: Tensor, out: Tensor) -> None:
+        whole = self.wide[: len(buffer)].copy_(buffer) if len(self.wide) else buffer
+        total = self._part(whole)
+        reduce_scatter_into(total, whole, self.local)
+        own, part = total.chunk(self.across.size)[self.across.rank], self._part(buffer)
+        if own.data_ptr() != out.data_ptr():
+            out.copy_(own)
+        if self.across.size > 1:
+            if len(self.wide):
+                part.copy_(total)  # rounded once
+            self._exchange(part, out)
+
+    def _gather_local(self, buffer: Tensor) -> Handle[Tensor]:
+        return all_gather_into(buffer, self._part(buffer), self.local, wait=False)
+
+    def _exchange(self, part: Tensor, out: Tensor) -> None:
+        """Send a node's sums to the other nodes, rounded once; add theirs to out, the own sum, which is not rounded."""
+        if len(self.rounded):
+            part = self.rounded[: len(part)].copy_(part)
+        part.chunk(self.across.size)[self.across.rank].zero_()  # it is in `out`
+        received = self.received[: len(part)]
+        all_to_all_into(received, part, self.across)
+        add_rounded(out, received.view(self.across.size, -1), self._sum_parts)
+
 
 class SymmetricMemorySlices(ProcessGroupSlices):
-    """By copy engines. nbytes: of all buffers together. The constructor is collective over the axis."""
+    """By copy engines within a node. nbytes: of all buffers together. The constructor is collective over mesh.local."""
 
-    def __init__(self, axis: Axis, device: torch.device, nbytes: int, sum_parts: Callable[[Tensor, Tensor], Tensor]):
-        super().__init__(axis, device)
-        self._sum_parts, self._used, self.nbytes = sum_parts, 0, nbytes
-        self._memory = SymmetricBuffer(axis, nbytes, device)
+    casts = False
+
+    def __init__(self, nbytes: int, mesh: Mesh, dtype: torch.dtype, largest: int, overlap: bool, sum_parts: SumParts):
+        super().__init__(mesh, dtype, largest, overlap, sum_parts)
+        self._used, self.nbytes = 0, nbytes
+        self._memory = SymmetricBuffer(self.local, nbytes, self.device)
         self._memory.own.zero_()
         self._copies, self._adds = torch.cuda.Stream(), torch.cuda.Stream()
         self._signals = torch.cuda.Stream(priority=-1)  # a barrier need not wait for a product's end
-        piece = min(PIECE_BYTES, nbytes // axis.size) // 4 * 4  # bytes
-        self._stages = [torch.empty(axis.size - 1, piece, dtype=torch.uint8, device=device) for _ in range(2)]
+        piece = min(PIECE_BYTES, nbytes // self.local.size) // 4 * 4  # bytes
+        stage = self.local.size - 1, piece
+        self._stages = [torch.empty(stage, dtype=torch.uint8, device=self.device) for _ in range(2)]
         self._added: list[torch.cuda.Event | None] = [None, None]  # the end of each stage's last addition
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         start, self._used = self._used, self._used + numel * dtype.itemsize
         return self._memory.own[start : self._used].view(dtype)
 
-    def reduce(self, buffer: Tensor) -> Handle[Tensor]:
+    def reduce(self, buffer: Tensor, out: Tensor) -> Handle[Tensor]:
         self._announce()
-        own = self.own(buffer)
-        for piece in own.split(self._stages[0].shape[1] // buffer.itemsize):
-            added = self._add(piece)
-        return Handle(own, [added.wait])
-
-    def gather(self, buffer: Tensor) -> Handle[Tensor]:
-        slices = buffer.chunk(self.axis.size)
-        self._announce()
-        with torch.cuda.stream(self._copies):
-            for owner in self._others():
-                slices[owner].copy_(self._theirs(owner, slices[owner]))
-            return Handle(buffer, [self._copies.record_event().wait])
+        part, size = self._part(buffer), self._stages[0].shape[1] // buffer.itemsize
+        for node, own in enumerate(part.chunk(self.across.size)):
+            total = out if node == self.across.rank else own
+            for piece, to in zip(own.split(size), total.split(size)):
+                added = self._add(piece, to)
+        if self.across.size == 1:
+            return Handle(out, [added.wait])
+        return self._later(out, added.wait, partial(self._exchange, part, out))
 
     def reduced(self) -> None:
         self._added = [None, None]
+
+    def _gather_local(self, buffer: Tensor) -> Handle[Tensor]:
+        parts = buffer.chunk(self.local.size)
+        self._announce()
+        with torch.cuda.stream(self._copies):
+            for owner in self._others():
+                parts[owner].copy_(self._theirs(owner, parts[owner]))
+            return Handle(buffer, [self._copies.record_event().wait])
 
     def _announce(self) -> None:
         """Order later copies after all work on the current streams of all ranks so far."""
@@ -100,8 +180,8 @@ class SymmetricMemorySlices(ProcessGroupSlices):
             self._memory.barrier()
         self._copies.wait_stream(self._signals)
 
-    def _add(self, piece: Tensor) -> torch.cuda.Event:
-        """Add the other ranks' copies of `piece`, read from the same offset of their buffers; return the end of it."""
+    def _add(self, piece: Tensor, out: Tensor) -> torch.cuda.Event:
+        """Write piece + the other ranks' copies of it, at the same offset of their buffers, to out; return the end."""
         self._stages.reverse()
         self._added.reverse()
         stage, free = self._stages[0].view(piece.dtype)[:, : piece.numel()], self._added[0]
@@ -112,13 +192,13 @@ class SymmetricMemorySlices(ProcessGroupSlices):
                 part.copy_(self._theirs(source, piece))
         self._adds.wait_stream(self._copies)
         with torch.cuda.stream(self._adds):
-            self._sum_parts(stage, piece)
+            self._sum_parts(stage, piece, out)
         added = self._added[0] = self._adds.record_event()
         return added
 
     def _others(self) -> list[int]:
         """List the other ranks. Each rank begins with a different one."""
-        return [(self.axis.rank + i) % self.axis.size for i in range(1, self.axis.size)]
+        return [(self.local.rank + i) % self.local.size for i in range(1, self.local.size)]
 
     def _theirs(self, rank: int, mine: Tensor) -> Tensor:
         """Return rank's view of the memory at the offset of `mine`."""
@@ -126,12 +206,12 @@ class SymmetricMemorySlices(ProcessGroupSlices):
 
 
 def choose_slices(
-    axis: Axis, device: torch.device, nbytes: int, overlapped: bool, sum_parts: Callable[[Tensor, Tensor], Tensor]
+    nbytes: int, mesh: Mesh, dtype: torch.dtype, largest: int, overlap: bool, sum_parts: SumParts
 ) -> ProcessGroupSlices:
-    """Choose SymmetricMemorySlices between GPUs of one node that read each other's memory. Collective over the axis.
+    """Choose SymmetricMemorySlices between GPUs of a node that read each other's memory. Collective over dp_cp.
 
-    nbytes: of all buffers together.
+    nbytes: of all buffers together. See ProcessGroupSlices for the others.
     """
-    if overlapped and nbytes and can_access_peers(axis, device):  # a stage may train nothing
-        return SymmetricMemorySlices(axis, device, nbytes, sum_parts)
-    return ProcessGroupSlices(axis, device)
+    if overlap and nbytes and can_access_peers(mesh.local, mesh.device):  # a stage may train nothing
+        return SymmetricMemorySlices(nbytes, mesh, dtype, largest, overlap, sum_parts)
+    return ProcessGroupSlices(mesh, dtype, largest, overlap, sum_parts)

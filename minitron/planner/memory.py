@@ -1,6 +1,7 @@
 """Bytes that a rank holds at the peak of a step, by what they are for.
 
-Four things last: parameters (2 bytes each in bf16), their gradients (4, or 2), masters and moments (12, over dp x cp)
+Four things last: parameters (2 bytes each in bf16), their gradients (4; in bf16 2, and 4 over dp x cp for the reduced
+slice, which is float32), masters and moments (12, over dp x cp)
 and FP8 casts of weights (2). With precision.fp8_params the blocks' parameters are FP8 bytes: one each, and one
 for their transposes. Activations come and go with the schedule: a chunk's forward leaves what its
 backward needs and frees, so their peak is found by walking over a rank's real operations. A block leaves, per token, in
@@ -54,6 +55,14 @@ GRAPHS_OF_ONE_STAGE = 3  # with one pipeline stage: of the first microbatch, one
 GRAPH_BYTES = 350 << 20  # what the pool of recorded steps leaves unused, as measured
 PARTS = (*PERSISTENT, "activations", "working", "messages")
 _operations = lru_cache(256)(operations)
+
+
+def data_levels(cfg: Config, shards: int, gpus_per_node: int) -> tuple[int, int]:
+    """Return how many of `shards` data ranks sum gradients at each level: (in a node, of such nodes)."""
+    local = max(1, gpus_per_node // cfg.parallel.tp)
+    if cfg.optimizer.reduces_in == "bf16" and local < shards and shards % local == 0:
+        return local, shards // local
+    return shards, 1
 
 
 class Memory(StateBytes):
@@ -155,15 +164,45 @@ class Memory(StateBytes):
         return block + WORKSPACE_BYTES + (sizes.FP8_WORKSPACE_BYTES if self.cfg.precision.fp8 != "none" else 0)
 
     def _messages(self, rank: int) -> int:
-        """Count the bytes of tensors between stages, and of buffers that the GPUs of a node read from each other."""
+        """Count the bytes of tensors between stages, of buffers that the GPUs of a node read from each other, and of
+        gradients that are exchanged or cast."""
         p, row = self.cfg.parallel, self.cfg.model.hidden_size * ITEM
         held = RECEIVED * row * self.rows if p.pp > 1 else 0
         if sizes.in_pieces(self.tp, p.sequence_parallel, p.overlap_tp) and self.tp <= self.gpus_per_node:
             held += 2 * row * (self.rows + self.tokens)
-        if p.overlap_grads and 1 < self.shards <= self.gpus_per_node // self.tp:
+        local, nodes = data_levels(self.cfg, self.shards, self.gpus_per_node)
+        copied = p.overlap_grads and 1 < local <= self.gpus_per_node // self.tp
+        if copied:
             shared = sum(self.grad_bytes * self.trained(i) + self.gathered_bytes(i) for i in self.stages(rank))
-            held += 2 * (self.shards - 1) * min(sizes.PIECE_BYTES, shared // self.shards)
+            held += 2 * (local - 1) * min(sizes.PIECE_BYTES, shared // local)
+        largest, in_float32 = max(map(self._largest_bucket, self.stages(rank))), self.grad_bytes == 4
+        if nodes > 1:
+            held += largest // local * ITEM * (2 if in_float32 else 1)
+        if local > 1 and not (copied or in_float32):
+            held += 4 * largest
         return held
+
+    def _largest_bucket(self, stage: int) -> int:
+        """Count the elements of the largest gradient bucket, as the trainer fills buckets with matrices."""
+        limit, filled, largest = sizes.bucket_limit(self.shards) // self.grad_bytes, 0, 0
+        for numel in self._matrices(stage):
+            filled += numel
+            largest, filled = max(largest, filled), filled if filled < limit else 0
+        return largest
+
+    def _matrices(self, stage: int) -> Iterator[int]:
+        """Yield the elements of the matrices that are trained, in the order in which a backward ends with them."""
+        m, last = self.cfg.model, len(self.layers) - 1
+        if self.frozen:
+            yield self.trained(stage)
+            return
+        if stage == last and not (m.tie_embeddings and stage == 0):
+            yield self.table
+        for _ in self.layers[stage]:
+            for layer in reversed(sizes.linear_sizes(m).values()):
+                yield layer[0] * layer[1] // self.tp
+        if stage == 0:
+            yield self.table
 
     def _at_peak(self, rank: int) -> tuple[int, int]:
         """Return the bytes (saved, worked with) at the peak of the rank's operations."""

@@ -23,7 +23,7 @@ from minitron.config.sizes import ITEM, bucket_limit
 from minitron.pipeline.schedule import Forward, Kind, Schedule, make
 from minitron.planner.check import check
 from minitron.planner.machine import Machine
-from minitron.planner.memory import Memory
+from minitron.planner.memory import Memory, data_levels
 from minitron.planner.simulate import Timeline, simulate
 from minitron.planner.walk import Meetings
 from minitron.planner.work import SecondsByPart, StageTime, document_tokens, total
@@ -160,7 +160,8 @@ class Step:
         """
         memory, stages = self.memory, self.memory.stages(rank)
         casts = 0 if memory.frozen else 4 * memory.cast(rank)
-        moved = (UPDATE_BYTES + 2 * memory.grad_bytes) * sum(map(memory.trained, stages)) / memory.shards
+        gradient = memory.slice_bytes if self.machine.software.fused else memory.grad_bytes
+        moved = (UPDATE_BYTES + 2 * gradient) * sum(map(memory.trained, stages)) / memory.shards
         if kept := sum(map(memory.kept, stages)):  # cast from masters, then transposed; of two reads one is a maximum's
             read = 4 if self.cfg.precision.fp8 == "delayed" else 8
             moved, casts = moved + (read + 1 - ITEM) * kept / memory.shards, casts - 2 * kept
@@ -210,9 +211,15 @@ class Step:
     def _data_rank(self, rank: int, chunks: dict, makespan: float) -> tuple[float, float]:
         p, grad_bytes = self.cfg.parallel, self.memory.grad_bytes
         counts = {chunk: self.memory.trained(chunk * p.pp + rank) for chunk in chunks}
-        collective = partial(self.machine.collective, ranks=self.memory.shards, stride=p.tp)
-        reduce = {chunk: collective(grad_bytes * count) for chunk, count in counts.items()}
-        gather = {chunk: collective(self.memory.gathered_bytes(chunk * p.pp + rank)) for chunk in chunks}
+        local, nodes, sent = self.memory.shards, 1, grad_bytes
+        if self.machine.software.fused:  # others have a ring in the gradients' format
+            local, nodes = data_levels(self.cfg, local, self.machine.fabric.gpus_per_node)
+            sent = grad_bytes if self.machine.inside(local, p.tp) else 4
+        inside = partial(self.machine.collective, ranks=local, stride=p.tp)
+        across = partial(self.machine.collective, ranks=nodes, stride=p.tp * local)
+        reduce = {chunk: inside(sent * count) + across(ITEM * count / local) for chunk, count in counts.items()}
+        gathered = {chunk: self.memory.gathered_bytes(chunk * p.pp + rank) for chunk in chunks}
+        gather = {chunk: inside(size) + across(size / local) for chunk, size in gathered.items()}
         both = sum(reduce.values()) + sum(gather.values())
         if not p.overlap_grads:
             return both, 0.0
@@ -228,7 +235,7 @@ class Step:
             late = max(late, there + head - chunks[chunk][0], there + gather[chunk] - chunks[chunk][0] - forward)
             there += gather[chunk]
         alone = max(0.0, over - makespan) + late
-        copied = self.machine.software.fused and self.machine.inside(self.memory.shards, p.tp)
+        copied = self.machine.software.fused and nodes == 1 and self.machine.inside(local, p.tp)
         slowdown = self.machine.fabric.copy_felt if copied else self.machine.fabric.felt
         hidden = max(0.0, both - alone) * (1 - slowdown)
         return both - hidden, hidden

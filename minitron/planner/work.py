@@ -89,7 +89,7 @@ class StageTime:
         m, p, t = cfg.model, cfg.parallel, cfg.train
         self.cfg, self.machine, self.model = cfg, machine, m
         self.frozen, self.adapters = cfg.finetune.kind == "lora", sizes.adapters(cfg)
-        self.grad_bytes = GRAD_BYTES[cfg.optimizer.grad_dtype]
+        self.grad_bytes = GRAD_BYTES[cfg.optimizer.accumulates_in]
         # Local widths: the MLP's and with its gate, the attention's output, and q, k, v side by side.
         self.f, self.nd = m.ffn_hidden_size // p.tp, m.num_heads * m.head_dim // p.tp
         self.inner, self.w = self.f * (2 if m.family == "llama" else 1), self.nd + 2 * m.kv_heads * m.head_dim // p.tp

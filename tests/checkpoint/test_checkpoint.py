@@ -42,6 +42,7 @@ from tools import inspect_checkpoint
 LONG = {"train": {"steps": 30, "global_batch_size": 4}, "model": {"num_layers": 5}}
 DROPOUT = {"model": {"hidden_dropout": 0.2, "attention_dropout": 0.1}}
 FP16 = {"precision": {"dtype": "fp16", "loss_scale": 2.0**24, "loss_scale_hysteresis": 1, "loss_scale_window": 3}}
+LEVELS = {"precision": {"dtype": "bf16"}, "optimizer": {"grad_dtype": "bf16"}}  # of nodes of two ranks
 FP8 = {
     "precision": {"dtype": "bf16", "fp8": "delayed", "fp8_backend": "torch"},
     "model": {"num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 64, "num_heads": 4, "num_kv_heads": 4},
@@ -160,6 +161,19 @@ def test_a_relay_through_layouts_is_one_run(ranks, tmp_path, base, legs):
     assert [f["loss"] for f in figures] == pytest.approx([f["loss"] for f in expected], rel=1e-6)
 
 
+def test_slices_of_any_number_of_nodes_are_saved_alike(ranks, tmp_path):
+    """Slices have another order on two nodes than in one level: what one of them saves all others read."""
+    before = {}
+    for i, (world, parallel, change) in enumerate(
+        [(4, {}, LEVELS), (8, dict(tp=2), LEVELS), (2, {}, {}), (4, {}, LEVELS)]
+    ):
+        cfg = saving(config(LLAMA, LONG, {"train": {"global_batch_size": 8}}, change, {"parallel": parallel}), tmp_path)
+        ranks(world, lowered, leg, cfg, i + 1)
+        if before:
+            assert_same(contents(tmp_path / "again"), before)
+        before = contents(tmp_path)
+
+
 @pytest.mark.parametrize(
     "world, parallel, change",
     [
@@ -168,8 +182,9 @@ def test_a_relay_through_layouts_is_one_run(ranks, tmp_path, base, legs):
         (2, dict(pp=2, vp=2), FP16),
         (2, {}, {"precision": {"dtype": "bf16"}}),
         (2, dict(tp=2), FP8),
+        (4, {}, LEVELS),
     ],
-    ids=["dropout", "context", "fp16", "bf16", "fp8"],
+    ids=["dropout", "context", "fp16", "bf16", "fp8", "levels"],
 )
 def test_the_same_layout_goes_on_bit_for_bit(ranks, tmp_path, world, parallel, change):
     """With many buckets and blocks, and FP8's magnitudes of two steps alone."""

@@ -561,6 +561,16 @@ FP8 = ["precision.fp8=current"]
             ["optimizer.grad_dtype=bf16 does not go with precision.dtype=fp16", "set precision.dtype=bf16"],
         ),
         (
+            ["optimizer.reduce_dtype=bf16", "precision.dtype=fp16"],
+            1,
+            ["optimizer.reduce_dtype=bf16 does not go with precision.dtype=fp16", "set precision.dtype=bf16"],
+        ),
+        (
+            ["optimizer.accumulate_dtype=bf16", "precision.dtype=fp32"],
+            1,
+            ["optimizer.accumulate_dtype=bf16 does not go with precision.dtype=fp32", "set precision.dtype=bf16"],
+        ),
+        (
             [*FP8, "model.ffn_hidden_size=104"],
             1,
             ["model.ffn_hidden_size/tp=104 is no multiple of 16", "precision.fp8=none"],

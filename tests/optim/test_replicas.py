@@ -65,9 +65,9 @@ class NormedHeads(gpt.Attention):
         return self.out(self.attend(q, k, v, mb.documents).flatten(2), counters=mb.counters)
 
 
-def late_gather(slices, buffer):
+def late_gather(slices, buffer, own):
     """ProcessGroupSlices.gather that moves nothing before somebody waits for it."""
-    return Handle(waits=[partial(all_gather_into, buffer, slices.own(buffer), slices.axis)])
+    return Handle(waits=[partial(all_gather_into, buffer, own, slices.axis)])
 
 
 def run(cfg, spoil=None, attention=gpt.Attention, gather=ProcessGroupSlices.gather, stop_at=None):

@@ -18,6 +18,7 @@ from minitron.kernels import plain
 from minitron.kernels.gemm import Payload
 from minitron.kernels.kernels import PLAIN
 from minitron.optim import slices
+from minitron.optim.buckets import BucketPlan
 from minitron.parallel import layer_context, overlap
 from minitron.parallel.layer_context import make_layer_context
 from minitron.parallel.overlap import ProcessGroupComm, SymmetricMemoryComm
@@ -54,7 +55,7 @@ class Memory:
         return SimpleNamespace(get_buffer=get_buffer, barrier=lambda channel: dist.barrier(self.axis.group))
 
     def _path(self, number, rank):
-        return f"{self.folder}/{self.axis.name}-{number}-{rank}"
+        return f"{self.folder}/{self.axis.name}-{number}-{self.axis.ranks[rank]}"
 
 
 @contextlib.contextmanager
@@ -246,38 +247,42 @@ def test_only_a_power_of_two_of_ranks_takes_shared_memory():
         assert type(chosen(4, "cuda:0", sequence_parallel=False)) is ProcessGroupComm
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2.0**-8)])
-def test_slices_by_copies_equal_those_of_the_process_group(ranks, tmp_path, dtype, tolerance):
-    """In bf16 the process group rounds the sum of two terms, and then that of three."""
-    for pairs in ranks(3, both_slices, str(tmp_path), dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world, node_ranks", [(3, None), (4, 2)])
+def test_slices_by_copies_equal_those_of_the_process_group(ranks, tmp_path, world, node_ranks, dtype):
+    """Of three ranks but for the order of float32 sums; of two nodes, which round sums of two terms, bit for bit."""
+    for pairs in ranks(world, both_slices, str(tmp_path), dtype, node_ranks):
         assert len(pairs) == 2 * 2 * 3
         for mine, other in pairs:
-            assert mine.dtype == other.dtype
-            assert_close_rel(mine.float(), other.float(), tolerance)
+            assert mine.dtype == other.dtype == torch.float32
+            assert_close_rel(mine, other, 0 if node_ranks else 1e-6)
 
 
-def both_slices(folder, dtype):
+def both_slices(folder, dtype, node_ranks):
     """Two steps of three buffers, whose slices have some pieces and a bit: what comes of them here."""
-    axis, draw = Mesh.create().dp_cp, torch.Generator().manual_seed(dist.get_rank())
-    sizes, device, results = [300, 600, 450], torch.device("cpu"), []
-    with on_files(folder, axis), mock.patch.object(slices, "PIECE_BYTES", 4 * 70):
+    mesh, draw = Mesh.create(node_ranks=node_ranks), torch.Generator().manual_seed(dist.get_rank())
+    rank, ranks, sizes, results = mesh.dp_cp.rank, mesh.dp_cp.size, [300, 600, 456], []
+    plans = [BucketPlan(None, (), n - n % ranks, ranks, mesh.across.size) for n in sizes]
+    same = mesh, dtype, plans[1].size, True, plain.sum_parts
+    with on_files(folder, mesh.local), mock.patch.object(slices, "PIECE_BYTES", 4 * 70):
         for maker in (
-            slices.SymmetricMemorySlices(axis, device, (dtype.itemsize + 2) * sum(sizes), plain.sum_parts),
-            slices.ProcessGroupSlices(axis, device),
+            slices.SymmetricMemorySlices((dtype.itemsize + 2) * sum(sizes), *same),
+            slices.ProcessGroupSlices(*same),
         ):
-            grads, params = ([maker.zeros(n, dtype) for n in sizes] for dtype in (dtype, torch.bfloat16))
+            grads, params = ([maker.zeros(plan.size, of) for plan in plans] for of in (dtype, torch.bfloat16))
             assert not any(buffer.any() for buffer in grads + params)
+            sums = [grad[plan.slice_of(rank)].float() for grad, plan in zip(grads, plans)]
             for _ in range(2):
                 for grad in grads:
                     grad.copy_(torch.randn(len(grad), generator=draw))
-                for handle in [maker.reduce(grad) for grad in grads]:
+                for handle in [maker.reduce(grad, total) for grad, total in zip(grads, sums)]:
                     handle.wait()
                 dist.barrier()  # the optimizer's all-reduce
-                sums = [maker.own(grad).clone() for grad in grads]
-                for param, total in zip(params, sums):
-                    maker.own(param).copy_(total)
-                for handle in [maker.gather(param) for param in params]:
+                owned = [param[plan.slice_of(rank)] for param, plan in zip(params, plans)]
+                for own, total in zip(owned, sums):
+                    own.copy_(total)
+                for handle in [maker.gather(param, own) for param, own in zip(params, owned)]:
                     handle.wait()
-                results.append(sums + [param.float() for param in params])
+                results.append([x.clone() for x in sums] + [param.float() for param in params])
             draw.manual_seed(dist.get_rank())
     return [(mine, other) for a, b in zip(results[:2], results[2:]) for mine, other in zip(a, b)]

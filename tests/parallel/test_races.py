@@ -77,6 +77,7 @@ class Rank:
     def copy_(self, there, here):
         self.touch(here)
         self.touch(there, write=True)
+        return there
 
     def join(self, stacked, like, dim):
         return self.copied(JOIN(stacked, like, dim), stacked)
@@ -237,32 +238,48 @@ def call(rank, comm, kind, m, keep):
 
 
 def steps(rank, draw):
-    """Steps of three buckets, the first one from weights that were read, or not."""
-    size, gathers = rank.axis.size, []
-    by = slices.SymmetricMemorySlices(
-        rank.axis, CPU, 6 * 96 * size, lambda stage, piece: (rank.touch(stage), rank.touch(piece, write=True))
-    )
-    rank.kept.append(by)
-    data, grads = ([by.zeros(32 * size, dtype) for _ in range(3)] for dtype in (torch.bfloat16, torch.float32))
+    """Steps of three buckets, the first one from weights that were read, or not; of one node, or of one of two."""
+    size, nodes, gathers = rank.axis.size, draw.choice([1, 2]), []
+    across = Axis("across", 0, nodes, tuple(range(nodes)))
+    dtype = draw.choice([torch.float32, torch.bfloat16])  # of gradients
+
+    def sum_parts(parts, onto, out=None):
+        rank.touch(parts, onto)
+        rank.touch(onto if out is None else out, write=True)
+
+    def exchange(out, x, axis, wait=True):
+        rank.touch(x, out, write=True)
+        return Handle(out)
+
+    def own(buffer):
+        return buffer.chunk(size)[rank.axis.rank].chunk(nodes)[0]
+
+    mesh = SimpleNamespace(dp_cp=rank.axis, local=rank.axis, across=across, device=CPU)
+    by = slices.SymmetricMemorySlices(6 * 96 * size, mesh, dtype, 32 * size, True, sum_parts)
+    by.stream = rank.stream()  # as on a GPU
+    data, grads = ([by.zeros(32 * size, of) for _ in range(3)] for of in (torch.bfloat16, dtype))
+    totals = {id(grad): own(grad).float() for grad in grads}
+    rank.kept += [by, totals]
     rank.touch(*data, write=True)
-    if draw.random() < 0.5:
-        rank.touch(*map(by.own, data), write=True)
-        gathers = list(map(by.gather, data))
-    for _ in range(3):
-        for gather in gathers:
-            gather.wait()
-        rank.touch(*data)
-        sums = []
-        for grad in draw.sample(grads, 3):
-            rank.touch(grad, write=True)
-            sums.append(by.reduce(grad))
-        for total in sums:
-            total.wait()
-        gathers = []
-        for param, grad in zip(data, grads):
-            rank.touch(by.own(grad))
-            rank.touch(by.own(param), write=True)
-            gathers.append(by.gather(param))
+    with mock.patch.multiple(slices, all_to_all_into=exchange, all_gather_into=exchange):
+        if draw.random() < 0.5:
+            rank.touch(*map(own, data), write=True)
+            gathers = [by.gather(param, own(param)) for param in data]
+        for _ in range(3):
+            for gather in gathers:
+                gather.wait()
+            rank.touch(*data)
+            sums = []
+            for grad in draw.sample(grads, 3):
+                rank.touch(grad, write=True)
+                sums.append(by.reduce(grad, totals[id(grad)]))
+            for total in sums:
+                total.wait()
+            gathers = []
+            for param, grad in zip(data, grads):
+                rank.touch(totals[id(grad)])
+                rank.touch(own(param), write=True)
+                gathers.append(by.gather(param, own(param)))
 
 
 def nothing(*_):

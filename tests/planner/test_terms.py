@@ -173,13 +173,16 @@ def test_transformer_engine_casts_activations_and_scales_adapters_by_kernels_of_
 
 @pytest.mark.parametrize("dtype, size", [("fp32", 4), ("bf16", 2)])
 def test_megatron_s_update_zeroes_scales_and_copies(dtype, size):
-    """Of all gradients once zero and a first sum that is read; of the rank's shard a scale and the masters' copy."""
+    """Of all gradients once zero and a first sum that is read; of the rank's shard a scale and the masters' copy.
+
+    Its shard of gradients has their format; ours is float32.
+    """
     cfg = cli.load([*SMALL, f"optimizer.grad_dtype={dtype}", "parallel.tp=1"])
     ours, theirs = (Step(cfg, 4, machine) for machine in (IDEAL, MEGATRON))
     trained = ours.memory.trained(0)
     assert ours.memory.shards == 4
     more = (theirs.update_seconds(0) - ours.update_seconds(0)) * 1e12
-    assert more == pytest.approx(2 * size * trained + (2 * size + 4) * trained / 4)
+    assert more == pytest.approx(2 * size * trained + (2 * size + 4 + 2 * (size - 4)) * trained / 4)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -255,6 +258,19 @@ def test_gradients_are_felt_as_copies_in_a_node_of_our_software_alone(software, 
         for a, b in ((0, 0), (0.25, 0.5))
     )
     assert free > 0 and felt == pytest.approx((1 - share) * free)
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+@pytest.mark.parametrize("memory, size", [("fp32", 4), ("bf16", 2)])
+def test_gradients_in_bf16_travel_in_levels(memory, size, wire):
+    """Two nodes of four GPUs. In levels 3/4 travel in the node as they are, and half of a quarter between nodes."""
+    dtypes = [f"optimizer.accumulate_dtype={memory}", f"optimizer.reduce_dtype={wire}"]
+    cfg = cli.load([*SMALL, *dtypes, "parallel.overlap_grads=false", "train.global_batch_size=64"])
+    fabric = replace(IDEAL.fabric, gpus_per_node=4, cards_per_node=4, nvlink_gb_s=8, network_gb_s=1)
+    found = plan(cfg, 8, replace(IDEAL, fabric=fabric))
+    trained = found.sizes.trained(0)
+    ring, levels = (4 + 2) * 7 / 8 / 4, (size + 2) * 3 / 4 / 8 + (2 + 2) / 4 / 2
+    assert found.seconds["dp_exposed"] == pytest.approx((levels if wire == "bf16" else ring) * trained / 1e9)
 
 
 def test_memory_of_buffers_between_gpus_of_a_node():

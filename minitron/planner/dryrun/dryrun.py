@@ -188,7 +188,8 @@ def make_mesh(cfg: Config, world: int) -> Mesh:
     tied = cfg.model.tie_embeddings
     if world == 1:
         return Mesh.offline(device="meta")
-    return Mesh.create(tp=p.tp, pp=p.pp, cp=p.cp, tied=tied, device="meta")
+    alone = 1 if cfg.optimizer.reduces_in == "bf16" else None  # each rank is a node, since it shares no memory
+    return Mesh.create(tp=p.tp, pp=p.pp, cp=p.cp, tied=tied, device="meta", node_ranks=alone)
 
 
 def recorded(mesh: Mesh, recorder: Recorder) -> Mesh:
@@ -229,7 +230,7 @@ def label(walk: MemoryWalk, trainer: Trainer) -> None:
     """Label what is allocated before the step: parameters, gradients, optimizer, other."""
     buckets, optimizer = trainer.gradients.buckets, trainer.optimizer
     walk.label("parameters", (p for chunk in trainer.chunks for p in chunk.parameters()))
-    walk.label("gradients", (bucket.grad for bucket in buckets))
+    walk.label("gradients", (x for bucket in buckets for x in (bucket.grad, bucket.grad_slice)))
     walk.label("optimizer", [*optimizer.masters, *optimizer.exp_avg, *optimizer.exp_avg_sq])
     walk.label("other")
 
