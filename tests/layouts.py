@@ -171,7 +171,7 @@ def assemble(gradients: Gradients, slices: list[torch.Tensor]) -> dict[str, torc
 
 
 def full_gradients(gradients: Gradients) -> dict[str, torch.Tensor]:
-    """{name: float32 gradient}, between finish() and the next step's first backward. Collective over dp_cp."""
+    """{name: float32 gradient}, between finish() and the next step's first gradient. Collective over dp_cp."""
     return assemble(gradients, [bucket.grad_slice for bucket in gradients.buckets])
 
 

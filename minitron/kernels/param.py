@@ -96,7 +96,10 @@ class GradSlot:
     """Where a parameter's gradient is accumulated.
 
     main_grad: a view into the optimizer's flat buffer of gradients. notify: call it after each gradient, so that the
-    bucket can be reduced. overwrite: main_grad still holds the last step's gradient, and the next gradient replaces it.
+    bucket can be reduced. overwrite: the next gradient replaces what main_grad holds, the sum of the step before.
+
+    Nothing zeroes main_grad. The end of a step, or of a pass that is given up, sets `overwrite`
+    (`Gradients.finish`, `Gradients.reset`), and the next gradient clears it. Reports count in a chunk's last backward.
     """
 
     __slots__ = ("main_grad", "notify", "overwrite")

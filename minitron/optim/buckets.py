@@ -147,7 +147,7 @@ class Bucket:
     """Flat parameters and gradients of one plan, this rank's slices of both, and the collectives under way.
 
     data [size] in the parameters' dtype (FP8 as bytes), grad [size] in grad_dtype. data_slice [size / dp_cp] is a view.
-    grad_slice [size / dp_cp] is the sum over data ranks, between `Gradients.finish` and the next step's first backward.
+    grad_slice [size / dp_cp] is the sum over data ranks, between `Gradients.finish` and the next step's first gradient.
     It is float32 if many ranks add to it, and a view of grad if that has its dtype. square: 0-d float64, the squared
     norm of grad_slice, if the slices' stream computes it as soon as the slice is reduced (early_norm).
     """
@@ -207,12 +207,8 @@ class Bucket:
         """Return the first masters of this rank's slice, float32: the slice itself if it is float32."""
         return self.data_slice.float() if self.first_values is None else self.first_values
 
-    def begin_backward(self, first: bool, last: bool) -> None:
-        """In the first backward let gradients replace the last step's. In the last one count reports."""
-        if first:
-            for param in self.params.values():
-                assert param.slot is not None
-                param.slot.overwrite = True
+    def begin_backward(self, last: bool) -> None:
+        """In the last backward, or in both its halves, count reports."""
         self.counting = last
         if last and self.pending is None:
             self.pending = {name: param.spec.uses for name, param in self.params.items()}
@@ -228,6 +224,13 @@ class Bucket:
             self.pending[name] = left
         elif not self.pending and self.overlap:
             self.reduce()
+
+    def end_step(self) -> None:
+        """Let the next gradient of each parameter replace what main_grad holds."""
+        self.pending = None
+        for param in self.params.values():
+            assert param.slot is not None
+            param.slot.overwrite = True
 
     def reduce(self) -> None:
         """Start the reduce-scatter, and the squared norm of its result."""
@@ -281,7 +284,7 @@ class OwnedPart(NamedTuple):
 class Gradients:
     """Owner of the flat parameters and gradients of all model chunks of this rank.
 
-    A training step: begin_backward(chunk, first, last) before every backward; finish(); the optimizer writes each
+    A training step: begin_backward(chunk, last) before every backward; finish(); the optimizer writes each
     bucket's data_slice and starts its gather; after_gathers(). Frozen parameters have no bucket, so they have neither
     gradient nor optimizer state. The names of parameters are unique on this rank. Collectives run over mesh.dp_cp or
     its levels, tp and embedding. dtype: in which microbatches are added. bucket_bytes: see `plan_buckets`; None: by the
@@ -325,18 +328,20 @@ class Gradients:
 
     # ---- gradients
 
-    def begin_backward(self, chunk: int, first: bool, last: bool) -> None:
-        """Prepare for a backward of this chunk: the `first` or the `last` of the step, or both.
+    def begin_backward(self, chunk: int, last: bool) -> None:
+        """Prepare for a backward of this chunk. last: it is the chunk's last in the step, whose reports count.
 
-        The first gradient of a parameter overwrites the last step's, which saves zeroing the buffers and reading the
-        zeros back. Reports are counted in the last backward. If it is split, they are counted in its BackwardInput and
-        in its BackwardWeight, but not in those of earlier microbatches, which run between the two.
+        If it is split, reports are counted in its BackwardInput and in its BackwardWeight, but not in those of earlier
+        microbatches, which run between the two.
         """
         for bucket in self.chunks[chunk]:
-            bucket.begin_backward(first, last)
+            bucket.begin_backward(last)
 
     def finish(self) -> None:
         """Complete all sums, so that every bucket's grad_slice is this rank's slice of the step's gradient.
+
+        The next gradient of a parameter, in a forward or a backward, overwrites main_grad. This saves zeroing the
+        buffers and reading the zeros back.
 
         The first call with finite gradients raises ValueError if a sum over tp would add equal copies.
         """
@@ -349,7 +354,7 @@ class Gradients:
                 bucket.reduce()
         for bucket in self.buckets:
             bucket.reduction.wait()
-            bucket.pending = None
+            bucket.end_step()
         self.slices.reduced()
         if self.slices.stream is not None:
             torch.cuda.current_stream().wait_stream(self.slices.stream)
@@ -397,13 +402,14 @@ class Gradients:
             )
 
     def reset(self) -> None:
-        """Drop a pass that was begun, and make the next one wait for the gathers again.
+        """Drop a pass that was begun, with its gradients, and make the next one wait for the gathers again.
 
         A recorded pass must contain these waits, and a pass whose recording failed has not waited.
         """
         self.slices.reduced()
         for bucket in self.buckets:
-            bucket.reduction, bucket.pending = Handle(bucket.grad_slice), None
+            bucket.reduction = Handle(bucket.grad_slice)
+            bucket.end_step()
             bucket.expect_gather()
 
     def has_first_copy(self, bucket: Bucket) -> bool:

@@ -48,11 +48,11 @@ MakeSchedule = Callable[[int, int, int], Schedule]  # pp, vp, microbatches
 class Executor:
     """The pipeline of this rank's `chunks` (stage = chunk * pp + rank).
 
-    shape, dtype: of every tensor that travels between stages, [s/cp/tp, b, h]. begin_backward(chunk, first, last):
-    called before each backward and each BackwardWeight; first, last: whether it is the chunk's first or last in this
-    step. begin_pass(): called before the first action of a pass, and of each of its segments. weight_queue: layers add
-    the weight gradients of a split backward to it. make: the schedule of a training step. last_forward_done: on a GPU,
-    the end of a step's last forward.
+    shape, dtype: of every tensor that travels between stages, [s/cp/tp, b, h]. begin_backward(chunk, last): called
+    before each backward and each BackwardWeight; last: whether it is the chunk's last in this step. begin_pass():
+    called before the first action of a pass, and of each of its segments. weight_queue: layers add the weight gradients
+    of a split backward to it. make: the schedule of a training step. last_forward_done: on a GPU, the end of a step's
+    last forward.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Executor:
         shape: tuple[int, ...],
         dtype: torch.dtype,
         *,
-        begin_backward: Callable[[int, bool, bool], None],
+        begin_backward: Callable[[int, bool], None],
         begin_pass: Callable[[], None],
         weight_queue: WeightQueue,
         make: MakeSchedule,
@@ -176,7 +176,7 @@ class Pass:
     def backward(self, op: Backward) -> None:
         x, edge = self.saved.pop((op.mb, op.chunk))
         gradient = self._input(op)
-        self.executor.begin_backward(op.chunk, op.first, op.last)
+        self.executor.begin_backward(op.chunk, op.last)
         gradient = self.loss_grad if gradient is None else gradient
         if isinstance(op, BackwardInput):
             with self.executor.weight_queue.collect() as self.deferred[op.mb, op.chunk]:
@@ -189,7 +189,7 @@ class Pass:
 
     @torch.no_grad()
     def weight_gradients(self, op: BackwardWeight) -> None:
-        self.executor.begin_backward(op.chunk, False, op.last)
+        self.executor.begin_backward(op.chunk, op.last)
         run_queue(self.deferred.pop((op.mb, op.chunk)))
 
     def exchange(self, action: Exchange) -> None:

@@ -94,12 +94,10 @@ class Forward(_Operation):
 class Backward(_Operation):
     """The backward. The last stage has no input, the first stage no output.
 
-    first, last: of the chunk's backwards in a step. The first one writes gradients, later ones add. After the last one
-    each gradient may be reduced as soon as it is ready.
+    last: of the chunk's backwards in a step. In it each gradient may be reduced as soon as it is ready.
     """
 
     last: bool
-    first: bool = field(default=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +183,7 @@ def operations(pp: int, vp: int, num_microbatches: int, rank: int, kind: Kind = 
     num_deferred = rank if kind == "zb-h1" else 0  # rank 0 sends no gradients, so it defers nothing
     backward = BackwardInput if num_deferred else Backward
     backwards: list[list[Operation]] = [
-        [backward(mb, vp - 1 - chunk, last=mb == num_microbatches - 1, first=mb == 0)] for mb, chunk in order
+        [backward(mb, vp - 1 - chunk, last=mb == num_microbatches - 1)] for mb, chunk in order
     ]
     if num_deferred:
         for mb in range(num_microbatches):

@@ -103,8 +103,6 @@ class _CheckedRank:
                 return "its forward has not run"
             if counts[Backward, op.chunk] and counts[BackwardInput, op.chunk]:
                 return "a chunk's backwards are all whole or all split"
-            if op.first != (before == 0):
-                return "`first` belongs on the chunk's first backward and only there"
         elif (BackwardInput, op.mb, op.chunk) not in self.ran:
             return "no backward has put off what it computes"
         if op.last != (before == counts[type(op), op.chunk] - 1):

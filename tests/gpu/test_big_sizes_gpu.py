@@ -335,7 +335,7 @@ def test_buckets(fused, close, dtype):
     gradients = Gradients([layer], Mesh.offline(device=GPU), kernels, overlap=False, dtype=dtype, bucket_bytes=8 * BIG)
     (bucket,) = gradients.buckets
     assert torch.equal(take(layer.large.detach(), kept), before) and torch.equal(layer.small.detach(), small)
-    gradients.begin_backward(0, first=True, last=True)
+    gradients.begin_backward(0, last=True)
     x, dy = randn(16, h, seed=1), randn(16, len(layer.large), seed=2)
     for weight, width in ((layer.large, len(layer.large)), (layer.small, 8)):
         assert kernels.gemm.weight_grad(weight, Payload(dy[:, :width]), Payload(x)) is None

@@ -172,9 +172,8 @@ class Toy:
                 for unit in chunk.units():
                     unit()
             for index, chunk in reversed(list(enumerate(self.chunks))):
-                first, last = sample == self.samples[0], sample == self.samples[-1]
-                self.gradients.begin_backward(index, first, last)
-                if first and index == 0:
+                self.gradients.begin_backward(index, last=sample == self.samples[-1])
+                if sample == self.samples[0] and index == 0:
                     poisoned.slot.main_grad.zero_().view(-1)[0] = poison
                     poisoned.slot.overwrite = False
                 for unit in reversed(list(chunk.units())):
@@ -416,7 +415,7 @@ def test_gathers_start_in_the_order_of_the_forward():
 
 def test_a_parameter_that_never_reports_is_named():
     toy = Toy(Mesh.offline())
-    toy.gradients.begin_backward(0, first=True, last=True)
+    toy.gradients.begin_backward(0, last=True)
     for param in toy.chunks[0].parameters():
         for _ in range(param.spec.uses - (param.spec.name == "block0.norm")):
             param.slot.notify()
@@ -426,7 +425,7 @@ def test_a_parameter_that_never_reports_is_named():
 
 def test_a_tied_weight_reports_both_of_its_uses():
     toy = Toy(Mesh.offline())
-    toy.gradients.begin_backward(0, first=True, last=True)
+    toy.gradients.begin_backward(0, last=True)
     for param in toy.chunks[0].parameters():
         param.slot.notify()
     with pytest.raises(AssertionError, match=f"no gradient came for {re.escape(TIED)}$"):
@@ -437,7 +436,7 @@ def test_a_parameter_that_reports_too_often_is_named():
     toy = Toy(Mesh.offline())
     norm = next(p for p in toy.chunks[0].parameters() if p.spec.name == "block0.norm")
     norm.slot.notify()  # before the last backward nobody counts
-    toy.gradients.begin_backward(0, first=True, last=True)
+    toy.gradients.begin_backward(0, last=True)
     norm.slot.notify()
     with pytest.raises(AssertionError, match="block0.norm reported more gradients than its uses=1"):
         norm.slot.notify()
@@ -468,7 +467,7 @@ def test_a_pass_that_was_given_up_leaves_nothing_for_the_next(monkeypatch, units
     for unit in chunk.units():
         unit()
     toy.gradients.slices.ran = False
-    toy.gradients.begin_backward(0, first=True, last=True)
+    toy.gradients.begin_backward(0, last=True)
     for unit in list(reversed(list(chunk.units())))[:units]:
         unit.backward(7, 0, toy.parts, 1.0)
     toy.gradients.reset()

@@ -287,11 +287,6 @@ def backward_before_its_forward(actions):
     actions.insert(0, actions.pop(find(actions, Backward)))
 
 
-def mark_first(actions, nth, first, kind=Backward):
-    i = find(actions, kind, nth)
-    actions[i] = replace(actions[i], first=first)
-
-
 def mark_last(actions, nth, last, kind=Backward):
     i = find(actions, kind, nth)
     actions[i] = replace(actions[i], last=last)
@@ -320,8 +315,6 @@ DEFECTS = {
     "backward too early": (3, backward_before_its_forward, "rank 3, action 0 Backward.*its forward has not run"),
     "last missing": (1, lambda a: mark_last(a, -1, False), "`last` belongs on the chunk's last backward"),
     "last too early": (1, lambda a: mark_last(a, 0, True), "`last` belongs on the chunk's last backward"),
-    "first missing": (1, lambda a: mark_first(a, 0, False), "`first` belongs on the chunk's first backward"),
-    "first too late": (1, lambda a: mark_first(a, -1, True), "`first` belongs on the chunk's first backward"),
     "input of another": (
         1,
         lambda a: reroute(a, 2, input=a[find(a, Forward)].input),
@@ -426,11 +419,6 @@ SPLIT_DEFECTS = {
         lambda a: mark_last(a, -1, False, BackwardInput),
         "BackwardInput.*`last` belongs on the chunk's last backward",
     ),
-    "first input missing": (
-        2,
-        lambda a: mark_first(a, 0, False, BackwardInput),
-        "`first` belongs on the chunk's first",
-    ),
     "whole and split": (2, lambda a: whole(a, 3), "a chunk's backwards are all whole or all split"),
 }
 
@@ -438,7 +426,7 @@ SPLIT_DEFECTS = {
 def whole(actions, nth):
     """Make one backward whole; its weight gradients stay where they are."""
     i = find(actions, BackwardInput, nth)
-    fields = ("mb", "chunk", "last", "first", "input", "output", "after")
+    fields = ("mb", "chunk", "last", "input", "output", "after")
     actions[i] = Backward(**{name: getattr(actions[i], name) for name in fields})
 
 

@@ -72,5 +72,5 @@ def _alike(actions: Sequence[Action]) -> Iterator[tuple]:
             messages = (tuple((t.kind, t.stage, t.peer) for t in side) for side in (action.sends, action.recvs))
             yield Exchange, late, *messages
         else:
-            flags = () if isinstance(action, Forward) else (getattr(action, "first", False), action.last)
-            yield type(action), late, action.chunk, flags, action.input is None, action.output is None
+            last = not isinstance(action, Forward) and action.last
+            yield type(action), late, action.chunk, last, action.input is None, action.output is None
