@@ -52,7 +52,8 @@ def alone(cfg: Config) -> Config:
     """The same model, data and casts on one process, computed in the plainest way."""
     how = {"recompute": "none", "cuda_graph": "off", "deterministic": False}
     whole = dataclasses.replace(cfg, parallel=ParallelConfig())
-    return replaced(whole, train=how, optimizer=dict.fromkeys(GRAD_DTYPES, "fp32"))
+    optimizer = dict.fromkeys(GRAD_DTYPES, "fp32")
+    return replaced(whole, train=how, model={"head_piece": None}, optimizer=optimizer)
 
 
 def refused(cfg: Config, world: int) -> str | None:

@@ -65,6 +65,7 @@ SWITCHES: dict[str, dict[str, Settings]] = {
         "none": {},
     },
     "head": {"bf16": {}, "fp8": {"precision": {"fp8_head": True}}},
+    "logits": {"whole": {}, "pieces": {"model": {"head_piece": 16}}},
     "grads": {
         "fp32": {},
         "bf16": {"optimizer": {"grad_dtype": "bf16"}},

@@ -278,6 +278,26 @@ def test_llama_with_tied_embeddings(ranks, world, layout):
     assert_equals_one_process(ranks, world, LLAMA, TIED, axes(layout))
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    "base,world,layout",
+    [
+        (GPT3, 2, "tp=2"),
+        (LLAMA, 2, "tp=2 sequence_parallel=off"),
+        (LLAMA, 2, "cp=2"),
+        (LLAMA, 4, "tp=2 pp=2 schedule=zb-h1"),
+        (GPT3, 1, "pp=1"),
+        (GPT3, 2, "pp=2 schedule=zb-h1"),
+        (GPT3, 4, "pp=2 vp=2"),
+        (LLAMA, 8, "tp=2 pp=2 vp=2 cp=2"),
+        (LLAMA, 2, "overlap_grads=off"),
+    ],
+)
+def test_a_head_in_pieces(ranks, base, world, layout):
+    """Of 12 tokens, which leave a smaller piece at the end."""
+    assert_equals_one_process(ranks, world, base, NONE, axes(layout), {"model": {"head_piece": 12}})
+
+
 def train_with_small_buckets(cfg):
     """Many buckets instead of one of each kind."""
     original = Gradients.__init__
@@ -354,6 +374,15 @@ def test_gradients_in_bf16_are_off_by_the_rounding_of_their_sums_in_every_layout
         assert steps[0]["loss"] == pytest.approx(figures[0]["loss"], rel=TOLERANCE)
         assert steps[0]["grad_norm"] == pytest.approx(figures[0]["grad_norm"], rel=2.0**-9)
         assert [s["loss"] for s in steps] == pytest.approx([f["loss"] for f in figures], rel=1e-3)
+
+
+def test_the_gradients_of_a_head_in_pieces_are_scaled_before_they_are_rounded():
+    """In fp16 they are those of the whole head: as one process rounds them, whose products have other sizes."""
+    half = {"precision": {"dtype": "fp16"}}
+    _, whole = twin(LLAMA, SMALL, half)
+    _, parts = train_steps(config(LLAMA, SMALL, half, {"model": {"head_piece": 12}}))
+    for name, (grad, _) in parts.items():
+        assert_close_rel(grad, whole[name], 2 * HALF["fp16"], name)
 
 
 @pytest.mark.parametrize("world,layout", [(1, "pp=1"), (4, "tp=2 pp=2")])

@@ -87,6 +87,8 @@ def cases(draw, most_ranks: int) -> str:
     keys["train.global_batch_size"] = micro * dp * number(1, 4)
     keys["train.seed"] = number(0, 1000)
     keys["train.recompute"] = pick("none", "selective", "full")
+    if pick(True, False):
+        keys["model.head_piece"] = unit * tp * number(1, 3)
     keys["train.cuda_graph"] = pick("off", "off", "on")
     keys["data.separate_documents"] = pick(True, False)
     keys["optimizer.grad_dtype"] = pick("fp32", "fp32", "bf16")

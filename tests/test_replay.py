@@ -116,6 +116,10 @@ def run_steps(cfg, again: bool):
         (1, LLAMA, watched(2, "delayed", fp8_head=True), ""),
         (2, LLAMA, watched(2, "delayed", fp8_params=True), "pp=2 vp=2"),
         (2, LLAMA, watched(3, "delayed", fp8_head=True), "tp=2"),
+        (1, GPT3, {"model": {"head_piece": 12}}, ""),
+        (1, LLAMA, FP16 | {"model": {"head_piece": 12}}, ""),
+        (2, LLAMA, {"model": {"head_piece": 12}}, "tp=2"),
+        (4, LLAMA, {"model": {"head_piece": 12}}, "tp=2 pp=2 schedule=zb-h1"),
     ],
 )
 def test_a_replayed_step_is_a_step(ranks, world, base, change, layout):

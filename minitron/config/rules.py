@@ -128,6 +128,8 @@ def _check_sequence(cfg: Config) -> None:
         parts |= {"parallel.cp (ulysses)": p.cp} if p.cp_style == "ulysses" else {"2*parallel.cp (zigzag)": 2 * p.cp}
     if p.sequence_parallel and p.tp > 1:
         parts["parallel.cp*tp (sequence parallel)"] = p.cp * p.tp
+        if cfg.model.head_piece is not None:
+            _check_multiple("model.head_piece", cfg.model.head_piece, "parallel.tp (sequence parallel)", p.tp)
     for name, part in parts.items():
         _check_multiple("train.seq_len", s, name, part, choices=math.lcm(*parts.values()))
 
@@ -166,15 +168,17 @@ def _check_fp8(cfg: Config, capability: tuple[int, int] | None) -> None:
         raise ValueError(f"precision.fp8_bf16_layers={kept} {why}; {fix}")
     # Of the three products (forward, input gradient, weight gradient) each sums over another dim of the GEMM.
     unit, whose = (128, "blocks of FP8 values") if fp8 == "block" else (16, "FP8 GEMMs")
-    rows, parts = "train.seq_len*micro_batch_size/cp", p.cp
+    per_rank, split = "", 1
     if fp8 == "block" and p.sequence_parallel:  # a rank casts its part before the gather
-        rows, parts = f"{rows}/tp", p.cp * p.tp
+        per_rank, split = "/tp", p.tp
     sizes = {
         "model.hidden_size/tp": m.hidden_size // p.tp,
         "model.ffn_hidden_size/tp": m.ffn_hidden_size // p.tp,
         "the rows of the q, k, v matrix / tp": (m.num_heads + 2 * m.kv_heads) * m.head_dim // p.tp,
-        rows: t.seq_len * t.micro_batch_size // parts,
+        f"train.seq_len*micro_batch_size/cp{per_rank}": t.seq_len * t.micro_batch_size // (p.cp * split),
     }
+    if cfg.precision.fp8_head and m.head_piece is not None:
+        sizes[f"model.head_piece{per_rank}"] = m.head_piece // split
     why = f"is no multiple of {unit}, which {whose} need"
     for name, size in sizes.items():
         if size % unit:

@@ -32,11 +32,12 @@ from minitron.kernels.param import Param, Shard, named_params_of, with_main_grad
 from minitron.kernels.rng import AttentionDropout, dropout, token_counters
 from minitron.model.layers import Norm, Residual, rope_frequencies, rope_tables, split_heads
 from minitron.parallel.context_parallel import ContextAttention
+from minitron.parallel.head_loss import head_loss
 from minitron.parallel.layer_context import LayerContext, make_layer_context
 from minitron.parallel.linear import ColumnOp, ColumnParallelLinear, RecomputeInput, RowParallelLinear, apply_linear
 from minitron.parallel.mlp import activate, mlp
 from minitron.parallel.tiles import Documents
-from minitron.parallel.vocab import VocabParallelEmbedding, lookup, vocab_parallel_cross_entropy
+from minitron.parallel.vocab import VocabParallelEmbedding, lookup
 from minitron.runtime.room import room_for
 
 
@@ -179,7 +180,7 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """Final norm and vocabulary projection: stream [s/cp/tp, b, h] -> logits [s/cp, b, v/tp].
+    """Final norm, vocabulary projection and loss: stream [s/cp/tp, b, h] -> logits [s/cp, b, v/tp] -> loss sum.
 
     The vocabulary is padded. Of this rank's columns the first `num_ids`, maybe none, are token ids.
     """
@@ -194,10 +195,14 @@ class Head(nn.Module):
         self.weight, columns = tied, len(tied)
         self.num_ids = min(max(m.vocab_size - context.axis.rank * columns, 0), columns)
         self.op = ColumnOp(self.weight, None, gemm, context.comm, context.weight_queue)
+        self.ops, self.piece = context.kernels.ops, m.head_piece
 
-    def forward(self, stream: Residual) -> Tensor:
+    def forward(self, stream: Residual, batch: Batch | None = None, loss_grad: Tensor | None = None) -> Tensor:
+        """Return the loss sum of the batch, or the logits if there is no batch. loss_grad: see `head_loss`."""
         _, y = self.norm(stream, self.op.gemm)
-        return apply_linear(y, self.op)
+        if batch is None:
+            return apply_linear(y, self.op)
+        return head_loss(y, self.op, batch.labels, batch.mask, self.ops, self.num_ids, self.piece, loss_grad)
 
 
 class GPT(nn.Module):
@@ -237,15 +242,13 @@ class GPT(nn.Module):
         """Yield the chunk's parts in the order in which a forward pass reaches them."""
         yield from filter(None, (self.embedding, *self.blocks.values(), self.head))
 
-    def forward(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
-        """Map hidden [s/cp/tp, b, h] (None on the first stage) to the next stage's, on the last to the loss sum."""
+    def forward(self, batch: Batch, hidden: Tensor | None = None, loss_grad: Tensor | None = None) -> Tensor:
+        """Map hidden [s/cp/tp, b, h] (None on the first stage) to the next stage's, on the last to the loss sum.
+
+        loss_grad: see `head_loss`.
+        """
         stream = self._run_blocks(batch, hidden)
-        if self.head is None:
-            return stream.materialize()
-        losses = vocab_parallel_cross_entropy(
-            self.head(stream), batch.labels, self.mesh.tp, self.context.kernels.ops, self.head.num_ids
-        )
-        return (losses * batch.mask).sum()
+        return stream.materialize() if self.head is None else self.head(stream, batch, loss_grad)
 
     def logits(self, batch: Batch) -> Tensor:
         """Compute [s/cp, b, v/tp] with a chunk that is the whole model."""

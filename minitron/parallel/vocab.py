@@ -3,7 +3,7 @@
 Problem: the embedding, the head and above all the logits [s, b, v] of a large vocabulary take more memory than a block.
 The idea (Shoeybi et al. 2019): every rank has the rows of v/tp tokens. It looks up these and leaves zeros for the other
 tokens; the sum over the ranks is the embedding. For the cross-entropy, ranks exchange the maximum and the sum of their
-columns, so no rank gathers the logits.
+columns and the label's logit, so no rank gathers the logits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitron.comm.collectives import all_reduce, all_reduce_, reduce_scatter
+from minitron.comm.collectives import all_reduce, gather_along, reduce_scatter
 from minitron.comm.mesh import Axis
 from minitron.kernels import plain
 from minitron.kernels.param import Param, Shard, add_gradient
@@ -69,19 +69,25 @@ class VocabParallelEmbedding(nn.Module):
         return reduce_scatter(x, axis) if self.context.sequence_parallel else all_reduce(x, axis)
 
 
+def token_losses(logits: Tensor, labels: Tensor, axis: Axis, ops: ModuleType, num_ids: int) -> tuple[Tensor, Tensor]:
+    """Return each token's loss, and the logarithm of its sum of exp(logit), both [...] float32.
+
+    Arguments as of `vocab_parallel_cross_entropy`. One all-gather over `axis`, of 3 numbers a token.
+    """
+    sums = torch.stack(ops.softmax_sums(logits, labels, axis.rank * logits.shape[-1], num_ids))
+    top, total, picked = gather_along(sums.unsqueeze(0), axis).unbind(1)  # [tp, ...] each
+    highest = top.amax(0)
+    lse = (total * (top - highest).exp()).sum(0).log() + highest
+    return lse - picked.sum(0), lse
+
+
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, axis: Axis, ops: ModuleType, num_ids: int) -> Tensor:
-        first = axis.rank * logits.shape[-1]
-        top, total, picked = ops.softmax_sums(logits, labels, first, num_ids)
-        highest = top.clone()
-        all_reduce_(highest, axis, op=torch.distributed.ReduceOp.MAX)
-        sums = torch.stack([total * (top - highest).exp(), picked])
-        all_reduce_(sums, axis)
-        lse = sums[0].log() + highest
+        losses, lse = token_losses(logits, labels, axis, ops, num_ids)
         ctx.save_for_backward(logits, labels, lse)
-        ctx.first, ctx.ops, ctx.num_ids = first, ops, num_ids
-        return lse - sums[1]
+        ctx.first, ctx.ops, ctx.num_ids = axis.rank * logits.shape[-1], ops, num_ids
+        return losses
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
@@ -94,7 +100,7 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Compute the loss of each token from logits split over the vocabulary, in float32 and without gathering them.
 
-    logits [s, b, v/tp], labels [s, b] global ids -> [s, b]. Two all-reduces over `axis`, of 1 and of 2 numbers a token.
+    logits [s, b, v/tp], labels [s, b] global ids -> [s, b]. Collective over `axis`.
     num_ids: of this rank's first columns that are token ids (None: all); the others pad the vocabulary and are ignored.
     The backward pass overwrites the logits with their gradient.
     """

@@ -48,6 +48,7 @@ MakeSchedule = Callable[[int, int, int], Schedule]  # pp, vp, microbatches
 class Executor:
     """The pipeline of this rank's `chunks` (stage = chunk * pp + rank).
 
+    A chunk is called with a batch, the hidden states of the stage before and the gradient of the loss, see `run`.
     shape, dtype: of every tensor that travels between stages, [s/cp/tp, b, h]. begin_backward(chunk, last): called
     before each backward and each BackwardWeight; last: whether it is the chunk's last in this step. begin_pass():
     called before the first action of a pass, and of each of its segments. weight_queue: layers add the weight gradients
@@ -163,7 +164,7 @@ class Pass:
         x = self._input(op)
         if x is not None and self.loss_grad is not None:
             x.requires_grad_()
-        y = self.executor.chunks[op.chunk](self.batches[op.mb], x)
+        y = self.executor.chunks[op.chunk](self.batches[op.mb], x, self.loss_grad)
         if self.loss_grad is not None:
             self.saved[op.mb, op.chunk] = x, get_gradient_edge(y)
         if op.output is None:

@@ -25,6 +25,7 @@ from minitron.planner.search import MICRO_BATCHES, RECOMPUTE
 # In the order in which they are added: what changes no result first, then what changes rounding, last what costs most.
 KEYS: tuple[tuple[str, Any], ...] = (
     ("parallel.sequence_parallel", True),
+    ("model.head_piece", 2048),  # large enough for products at full speed
     ("train.recompute", "selective"),
     ("train.micro_batch_size", 1),
     ("parallel.overlap_grads", False),

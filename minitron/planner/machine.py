@@ -146,13 +146,13 @@ class Machine:
         """Time y [m, n] = x [m, k] W [k, n], or the gradient [n, k] += dy [n, m] x [m, k] of its weight.
 
         grad_bytes: of an element of the gradient, which is read and written. pieces: of x, each of which reads all
-        of W.
+        of W, or adds to all of its gradient.
         """
         rows, columns = (n, k) if weight_grad else (m, n)
         d, item, kind = self.device, 1 if fp8 else 2, "fp8" if fp8 else "bf16"
         idle = max(1.0, d.processors / (ceil(rows / self.TILE) * ceil(columns / self.TILE)))
         rate = d.gemm_tflops[kind] * (d.weight_grad[kind] if weight_grad else 1) * 1e12
-        traffic = item * (m * k + m * n) + 2 * grad_bytes * n * k
+        traffic = item * (m * k + m * n) + pieces * 2 * grad_bytes * n * k
         if not weight_grad:
             traffic = item * (m * k + pieces * n * k) + 2 * m * n
         return (idle * 2 * m * n * k / rate + d.unhidden * traffic / (d.copy_tb_s * 1e12)) / d.in_step

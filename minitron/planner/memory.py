@@ -13,8 +13,9 @@ bf16:
     2 f / tp   the MLP's inner values (gated: 4 f), 2 f / tp its activation       FP8: casts, 1 byte    selective: none
 
 Llama-3 8B: 139 KB a token, at s 8192 1.1 GiB a block and microbatch. With `full` each block keeps one of the sums, and
-the block that is in its backward keeps all of this. The last stage's logits become their own gradient. `working` is
-what an operation needs beside what was saved: gradients inside of a block, gathered inputs.
+the block that is in its backward keeps all of this. The last stage's logits become their own gradient. With
+model.head_piece a forward leaves the stream's gradient in their place, and works with the logits of a piece. `working`
+is what an operation needs beside what was saved: gradients inside of a block, gathered inputs.
 
 A BackwardInput frees these, and keeps both matrices of each weight gradient until the BackwardWeight. They are the
 inputs of the four products and the gradients of their outputs:
@@ -71,7 +72,7 @@ class Memory(StateBytes):
     def __init__(self, cfg: Config, world: int, *, gpus_per_node: int):
         super().__init__(cfg, world)
         self.gpus_per_node, self.microbatches = gpus_per_node, cfg.num_microbatches(cfg.dp(world))
-        t = cfg.train
+        t, self.piece = cfg.train, cfg.model.head_piece
         self.tokens = t.seq_len * t.micro_batch_size // cfg.parallel.cp
         self.rows = sizes.stream_length(cfg) * t.micro_batch_size  # between the products
         self.counts = cfg.log.numerics_every > 0 and cfg.precision.fp8 != "none"
@@ -104,10 +105,14 @@ class Memory(StateBytes):
         """Count the bytes that a forward of the stage leaves for its backward."""
         fp8, recompute = self.fp8_blocks[stage], self.cfg.train.recompute
         saved = fp8 * self._block(recompute, True) + (len(self.layers[stage]) - fp8) * self._block(recompute, False)
-        if stage == len(self.layers) - 1:  # the final norm's sum and result
-            result = 0 if self.frozen else 1 if self.fp8_head else ITEM
-            saved += self.logits + (ITEM + result) * self.cfg.model.hidden_size * self.rows
-        return saved
+        return saved + (self._head() if stage == len(self.layers) - 1 else 0)
+
+    def _head(self) -> int:
+        """Count the bytes that the head leaves: the final norm's sum; its result and the logits, or its gradient."""
+        row = self.cfg.model.hidden_size * self.rows
+        if self.piece is not None:
+            return 2 * ITEM * row
+        return self.logits + (ITEM + (0 if self.frozen else 1 if self.fp8_head else ITEM)) * row
 
     def _block(self, recompute: str, fp8: bool) -> int:
         m, p = self.cfg.model, self.cfg.parallel
@@ -135,14 +140,25 @@ class Memory(StateBytes):
                     columns = layer in COLUMN_PARALLEL
                     whole, part = (n, k) if columns else (k, n)  # h: a rank's rows of it
                     left += blocks * item * (whole // self.tp * self.tokens + part * self.rows)
-        if stage == len(self.layers) - 1 and not self.frozen:
+        if stage == len(self.layers) - 1 and not self.frozen and self.piece is None:
             share = 2 if self.fp8_head else 1
             left += (self.logits + m.hidden_size * ITEM * self.rows) // share
         return left
 
     @property
     def logits(self) -> int:
-        return self.tokens * self.cfg.model.padded_vocab_size // self.tp * ITEM
+        """The bytes of the logits that exist at a time."""
+        tokens = self.tokens if self.piece is None else min(self.piece, self.tokens)
+        return tokens * self.cfg.model.padded_vocab_size // self.tp * ITEM
+
+    def _making(self, stage: int) -> int:
+        """Count the bytes that a forward of this stage needs at most in addition to what it leaves: a head's piece."""
+        if self.piece is None or stage < len(self.layers) - 1:
+            return 0
+        row = self.cfg.model.hidden_size * ITEM
+        casts = self.logits // (2 if self.frozen else 1) if self.fp8_head else 0
+        whole = row * min(self.piece, self.tokens)  # dx of a piece; x of this piece and the next, gathered
+        return self.logits + casts + row * self.rows + (3 if self.tp > 1 else 1) * whole + WORKSPACE_BYTES
 
     def _working(self, stage: int) -> int:
         """Count the bytes that a backward of this stage needs at most in addition to what was saved."""
@@ -150,9 +166,12 @@ class Memory(StateBytes):
         h, f = m.hidden_size, m.ffn_hidden_size // self.tp
         gathered = h * ITEM * self.tokens if self.tp > 1 else 0
         block = 2 * h * ITEM * self.rows + 2 * gathered + (3 if self.llama else 2) * f * ITEM * self.tokens
-        if self.counts and self.fp8_blocks[stage]:
-            inner = (2 if self.llama else 1) * f * self.tokens
-            block += 4 * min(inner, sizes.COUNTED_AT_ONCE) + ITEM * inner * (self.cfg.precision.fp8 == "delayed")
+        if self.fp8_blocks[stage]:
+            inner, fp8 = (2 if self.llama else 1) * f * self.tokens, self.cfg.precision.fp8
+            if fp8 == "current" or self.counts and fp8 == "delayed":  # the MLP's gradient exists beside its casts
+                block += ITEM * inner
+            if self.counts:
+                block += 4 * min(inner, sizes.COUNTED_AT_ONCE)
         if t.recompute == "full":
             block += self._block("none", self.fp8_blocks[stage] > 0)
         if m.attention == "reference":  # whole matrices of scores
@@ -160,7 +179,9 @@ class Memory(StateBytes):
             block += (7 if m.attention_dropout else 4) * 4 * m.num_heads // self.tp * t.micro_batch_size * side**2
         if stage == len(self.layers) - 1:  # the head's own, or the block's once the logits are gone
             casts = self.logits // (2 if self.frozen else 1) if self.fp8_head else 0  # of their gradient
-            block = max(h * ITEM * (2 * self.rows) + gathered + casts, block - self.logits)
+            if self.piece is not None:
+                gathered = casts = 0
+            block = max(h * ITEM * (2 * self.rows) + gathered + casts, block - self._head())
         return block + WORKSPACE_BYTES + (sizes.FP8_WORKSPACE_BYTES if self.cfg.precision.fp8 != "none" else 0)
 
     def _messages(self, rank: int) -> int:
@@ -207,12 +228,12 @@ class Memory(StateBytes):
     def _at_peak(self, rank: int) -> tuple[int, int]:
         """Return the bytes (saved, worked with) at the peak of the rank's operations."""
         p, peak, some = self.cfg.parallel, (0, 0), self.microbatches
-        working = [self._working(stage) for stage in self.stages(rank)]
+        working, making = ([of(stage) for stage in self.stages(rank)] for of in (self._working, self._making))
         if some % p.pp == 0:
             some = min(some, 2 * p.pp)  # the peak is in the first two groups: all later ones repeat them
         for op, before, after in self.activations(rank, _operations(p.pp, p.vp, some, rank, p.schedule)):
             if type(op) is Forward:
-                peak = max(peak, (after, 0), key=sum)
+                peak = max(peak, (after, making[op.chunk]), key=sum)
             elif type(op) is not BackwardWeight:
                 peak = max(peak, (max(before, after), working[op.chunk]), key=sum)
         return peak

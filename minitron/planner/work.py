@@ -38,7 +38,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import lru_cache
-from math import log2
+from math import ceil, log2
 
 from minitron.config import sizes
 from minitron.config.schema import Config
@@ -170,15 +170,26 @@ class StageTime:
             parts["host"] += max(0.0, host - total(parts))
 
     def _linear(
-        self, n: int, k: int, message: str, fp8: bool, apart: bool, forward: SecondsByPart, backward: SecondsByPart
+        self,
+        n: int,
+        k: int,
+        message: str,
+        fp8: bool,
+        apart: bool,
+        forward: SecondsByPart,
+        backward: SecondsByPart,
+        cut: int = 1,
     ) -> None:
-        """Add three products, two of a frozen weight, and their messages, "gather" or "scatter" in the forward."""
-        product, t, frozen, pieces = self.machine.product, self.tokens, self.frozen, len(self.pieces)
+        """Add three products, two of a frozen weight, and their messages, "gather" or "scatter" in the forward.
+
+        cut: the pieces of the tokens in which all three are computed.
+        """
+        product, t, frozen, pieces = self.machine.product, self.tokens, self.frozen, max(cut, len(self.pieces))
         apart = apart and not frozen
         # In pieces are the forward's, and the products for dx that need what a message brings.
         y = product(t, n, k, fp8=fp8, pieces=pieces)
-        dx = product(t, k, n, fp8=fp8, pieces=pieces if apart or message == "scatter" else 1)
-        dw = 0.0 if frozen else product(t, n, k, fp8=fp8, weight_grad=True, grad_bytes=self.grad_bytes)
+        dx = product(t, k, n, fp8=fp8, pieces=pieces if apart or message == "scatter" else cut)
+        dw = 0.0 if frozen else product(t, n, k, fp8=fp8, weight_grad=True, grad_bytes=self.grad_bytes, pieces=cut)
         forward["gemm"] += y
         backward["gemm"] += dx
         weights = SecondsByPart(gemm=dw)
@@ -368,17 +379,21 @@ class StageTime:
     def head(self, apart: bool = False) -> tuple[SecondsByPart, SecondsByPart]:
         """Time the final norm, the product with the vocabulary and the loss.
 
-        Transformer Engine's loss keeps a copy of the logits, in which the gradient is written.
+        Transformer Engine's loss keeps a copy of the logits, in which the gradient is written. In pieces the forward
+        makes all gradients but the norm's.
         """
+        piece = self.cfg.model.head_piece
         h, v = self.model.hidden_size, self.model.padded_vocab_size // self.cfg.parallel.tp
         forward, backward = SecondsByPart(), SecondsByPart()
         fp8 = self.cfg.precision.fp8_head
-        self._linear(v, h, "gather", fp8, apart, forward, backward)
+        cut = 1 if piece is None else ceil(self.tokens / piece)
+        self._linear(v, h, "gather", fp8, apart and piece is None, forward, backward, cut)
         kept = 0 if self.fused else v * self.tokens
         forward["pointwise"] += self.machine.moved((4 * h * self.slice + v * self.tokens + kept) * ITEM)
-        backward["pointwise"] += self.machine.moved((4 * h * self.slice + 2 * v * self.tokens) * ITEM)
+        backward["pointwise"] += self.machine.moved(2 * v * self.tokens * ITEM)
         if fp8:
             cast = ITEM + (1 if self.frozen else 2)
             forward["pointwise"] += self.machine.moved(cast * h * self.slice)
             backward["pointwise"] += self.machine.moved(cast * v * self.tokens)
-        return forward, backward
+        norm = SecondsByPart(pointwise=self.machine.moved(4 * h * self.slice * ITEM))
+        return (forward, backward + norm) if piece is None else (forward + backward, norm)

@@ -603,6 +603,12 @@ FP8 = ["precision.fp8=current"]
             ["precision.fp8_bf16_layers=2 at both ends leave none of model.num_layers=4 in FP8; use at most 1"],
         ),
         (["log.numerics_every=10"], 1, ["log.numerics_every=10 does not go with log.dir=null"]),
+        (
+            ["parallel.tp=2", "model.head_piece=65"],
+            2,
+            ["model.head_piece=65 is no multiple of parallel.tp", "64 or 66"],
+        ),
+        ([*FP8, "precision.fp8_head=true", "model.head_piece=40"], 1, ["model.head_piece=40 is no multiple of 16"]),
         (["precision.fp8_head=true"], 1, ["precision.fp8_head=true does not go with precision.fp8=none"]),
         (
             [*FP8, "precision.fp8_head=true", "parallel.tp=2", "model.vocab_size=1010", "model.vocab_multiple=2"],

@@ -1,5 +1,6 @@
 """What each term of a plan is worth, where a mistake would hide in larger ones: by hand, on a GPU without any loss."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -117,6 +118,19 @@ def test_recomputation_launches_the_forward_again():
     _, backward = StageTime(cfg, machine).block(False)
     _, busy = StageTime(replace(cfg, train=replace(cfg.train, cuda_graph="auto")), machine).block(False)
     assert backward["host"] == pytest.approx(50 * sum(SHARES) - total(busy))
+
+
+def test_the_forward_of_a_head_in_pieces_makes_the_gradients():
+    """All that the two passes of a whole head take; and each piece after the first reads W twice, and adds to dW."""
+    cfg, machine = cli.load([*SMALL]), with_device(unhidden=1)
+    whole = StageTime(cfg, machine)
+    tokens, m = whole.tokens, cfg.model
+    forward, backward = StageTime(cli.load([*SMALL, f"model.head_piece={tokens // 4}"]), machine).head()
+    norm = 4 * m.hidden_size * tokens * 2 / 1e12
+    assert dict(backward) == {"pointwise": pytest.approx(norm)}
+    again = 3 * m.padded_vocab_size * m.hidden_size * (2 * 2 + 2 * 4) / 1e12
+    expected = sum(whole.head(), start=Counter()) + Counter(gemm=again, pointwise=-norm)
+    assert dict(forward) == {part: pytest.approx(seconds) for part, seconds in expected.items()}
 
 
 def test_without_sequence_parallelism_messages_are_all_reduces():
