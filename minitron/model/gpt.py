@@ -32,7 +32,7 @@ from minitron.kernels.param import Param, Shard, named_params_of, with_main_grad
 from minitron.kernels.rng import AttentionDropout, dropout, token_counters
 from minitron.model.layers import Norm, Residual, rope_frequencies, rope_tables, split_heads
 from minitron.parallel.context_parallel import ContextAttention
-from minitron.parallel.head_loss import head_loss
+from minitron.parallel.head_loss import HeadLoss
 from minitron.parallel.layer_context import LayerContext, make_layer_context
 from minitron.parallel.linear import ColumnOp, ColumnParallelLinear, RecomputeInput, RowParallelLinear, apply_linear
 from minitron.parallel.mlp import activate, mlp
@@ -193,16 +193,14 @@ class Head(nn.Module):
         if tied is None:
             tied = context.parameter(shape, Shard(0, context.axis, shape[:1]), std=m.init_std)
         self.weight, columns = tied, len(tied)
-        self.num_ids = min(max(m.vocab_size - context.axis.rank * columns, 0), columns)
+        num_ids = min(max(m.vocab_size - context.axis.rank * columns, 0), columns)
         self.op = ColumnOp(self.weight, None, gemm, context.comm, context.weight_queue)
-        self.ops, self.piece = context.kernels.ops, m.head_piece
+        self.loss = HeadLoss(self.op, context.kernels.ops, num_ids, m.head_piece)
 
     def forward(self, stream: Residual, batch: Batch | None = None, loss_grad: Tensor | None = None) -> Tensor:
-        """Return the loss sum of the batch, or the logits if there is no batch. loss_grad: see `head_loss`."""
-        _, y = self.norm(stream, self.op.gemm)
-        if batch is None:
-            return apply_linear(y, self.op)
-        return head_loss(y, self.op, batch.labels, batch.mask, self.ops, self.num_ids, self.piece, loss_grad)
+        """Return the loss sum of the batch, or the logits if there is no batch. loss_grad: see `HeadLoss`."""
+        _, y = self.norm(stream, self.op.gemm if self.loss.piece is None else None)  # pieces are cast one by one
+        return apply_linear(y, self.op) if batch is None else self.loss(y, batch.labels, batch.mask, loss_grad)
 
 
 class GPT(nn.Module):
@@ -245,7 +243,7 @@ class GPT(nn.Module):
     def forward(self, batch: Batch, hidden: Tensor | None = None, loss_grad: Tensor | None = None) -> Tensor:
         """Map hidden [s/cp/tp, b, h] (None on the first stage) to the next stage's, on the last to the loss sum.
 
-        loss_grad: see `head_loss`.
+        loss_grad: see `HeadLoss`.
         """
         stream = self._run_blocks(batch, hidden)
         return stream.materialize() if self.head is None else self.head(stream, batch, loss_grad)

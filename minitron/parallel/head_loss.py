@@ -19,7 +19,7 @@ its BackwardInput, and leaves nothing to its BackwardWeight.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -29,99 +29,87 @@ from torch import Tensor
 from minitron.comm.handle import Handle
 from minitron.kernels.gemm import Payload, Quantized
 from minitron.kernels.param import Param
-from minitron.parallel.linear import ColumnOp, apply_linear, parts_of, rows
+from minitron.parallel.linear import ColumnOp, apply_linear, rows
 from minitron.parallel.vocab import token_losses, vocab_parallel_cross_entropy
 
+Target = tuple[Tensor, Tensor]  # labels and mask of a piece
 
-def head_loss(
-    x: Tensor | Quantized,
-    op: ColumnOp,
-    labels: Tensor,
-    mask: Tensor,
-    ops: ModuleType,
-    num_ids: int,
-    piece: int | None = None,
-    loss_grad: Tensor | None = None,
-) -> Tensor:
-    """Sum the losses of tokens: x [s/cp/tp, b, h], labels and mask [s/cp, b] -> 0-d float32. Collective over tp.
 
-    num_ids: see `vocab_parallel_cross_entropy`. piece: tokens whose logits this rank holds at a time; None: all.
-    loss_grad: 0-d, the gradient with which the backward of the sum will begin; None: 1. Only pieces read it.
+@dataclass(frozen=True)
+class HeadLoss:
+    """The sum of the tokens' losses. Collective over tp.
+
+    op: the product with the vocabulary. num_ids: see `vocab_parallel_cross_entropy`. piece: tokens whose logits this
+    rank holds at a time; None: all.
     """
-    if piece is None:
-        losses = vocab_parallel_cross_entropy(apply_linear(x, op), labels, op.comm.axis, ops, num_ids)
-        return (losses * mask).sum()
-    ranks = op.input_axis.size
-    slices = (t.reshape(ranks, -1).split(piece // ranks, 1) for t in (labels, mask))
-    targets = [(ids.flatten(), counts.flatten()) for ids, counts in zip(*slices)]
-    training = torch.is_grad_enabled()
-    return _HeadLoss.apply(*parts_of(x), op.weight, op, targets, ops, num_ids, piece // ranks, loss_grad, training)
+
+    op: ColumnOp
+    ops: ModuleType
+    num_ids: int
+    piece: int | None
+
+    def __call__(self, x: Tensor | Quantized, labels: Tensor, mask: Tensor, loss_grad: Tensor | None = None) -> Tensor:
+        """Map x [s/cp/tp, b, h], labels and mask [s/cp, b] to a 0-d float32 tensor. Pieces read a Tensor x.
+
+        loss_grad: 0-d, the gradient with which the backward of the result will begin; None: 1. Only pieces read it.
+        """
+        if self.piece is None:
+            logits = apply_linear(x, self.op)
+            losses = vocab_parallel_cross_entropy(logits, labels, self.op.comm.axis, self.ops, self.num_ids)
+            return (losses * mask).sum()
+        ranks = self.op.input_axis.size
+        slices = (t.reshape(ranks, -1).split(self.piece // ranks, 1) for t in (labels, mask))
+        targets = [(ids.flatten(), counts.flatten()) for ids, counts in zip(*slices)]
+        if loss_grad is None and torch.is_grad_enabled():
+            loss_grad = mask.new_ones(())
+        return _InPieces.apply(x, self.op.weight, self, targets, loss_grad)
 
 
-class _HeadLoss(torch.autograd.Function):
+class _InPieces(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        cast: Payload | None,
-        weight: Param,
-        op: ColumnOp,
-        targets: Sequence[tuple[Tensor, Tensor]],
-        ops: ModuleType,
-        num_ids: int,
-        size: int,
-        loss_grad: Tensor | None,
-        training: bool,
+        ctx: Any, x: Tensor, weight: Param, head: HeadLoss, targets: list[Target], loss_grad: Tensor | None
     ) -> Tensor:
-        need_dx, need_dw = (training and ctx.needs_input_grad[i] for i in (0, 2))
-        gemm, comm, first = op.gemm, op.comm, op.comm.axis.rank * len(weight)
-        forward, input_grad = gemm.forward(weight), gemm.input_grad(weight) if need_dx else None
-        dx = x.new_empty(x.shape) if need_dx else None
-        total = torch.zeros((), device=x.device)
-        dws: list[Tensor | None] = []
+        """Make the loss sum and the gradients; without loss_grad only the loss sum."""
+        training, ops, gemm, comm = loss_grad is not None, head.ops, head.op.gemm, head.op.comm
+        need_dw, first = training and ctx.needs_input_grad[1], comm.axis.rank * len(weight)
+        product, input_grad = gemm.forward(weight), gemm.input_grad(weight)
+        total, dx = torch.zeros((), device=x.device), x.new_empty(x.shape) if training else x
+        size = len(targets[0][0]) // head.op.input_axis.size  # rows of x in a piece
+        x_parts, dx_parts = rows(x).split(size), rows(dx).split(size)
 
-        def gather(i: int) -> Handle[Payload]:
-            part = slice(i * size, (i + 1) * size)
-            if cast is not None:
-                return comm.start_gather(cast.cut(part))
-            return comm.start_gather(
-                gemm.quantize(rows(x)[part], op.input_axis, columnwise=need_dw, update_history=training)
-            )
+        def gather(part: Tensor) -> Handle[Payload]:
+            payload = gemm.quantize(part, head.op.input_axis, columnwise=need_dw, update_history=training)
+            return comm.start_gather(payload)
 
-        def compute(i: int, inputs: Payload, scattering: Handle[Any]) -> Handle[Any]:
-            """Compute a piece; return the handle of its dx. Its logits are freed at the end."""
-            labels, mask = targets[i]
-            logits = forward(inputs)
-            losses, lse = token_losses(logits, labels, comm.axis, ops, num_ids)
-            total.add_((losses * mask).sum())
-            if not (need_dx or need_dw):
-                return scattering
-            dlosses = mask if loss_grad is None else mask * loss_grad
-            dlogits = ops.softmax_gradient_(logits, labels, first, lse, dlosses, num_ids)
-            dy = gemm.quantize_grad(dlogits, columnwise=need_dw)
-            scattering.wait()
-            if dx is not None and input_grad is not None:
-                scattering = comm.start_matmul_scatter(dy.for_product(), input_grad, weight.shape[1])
-                scattering = scattering.then(rows(dx)[i * size : (i + 1) * size].copy_)
-            if need_dw:
-                dws.append(gemm.weight_grad(weight, dy, inputs))
-            return scattering
-
-        gathering, scattering = gather(0), Handle[Any]()
-        for i in range(len(targets)):
+        dws, gathering, scattering = [], gather(x_parts[0]), Handle[Any]()
+        for i, (labels, mask) in enumerate(targets):
             inputs = gathering.wait()
             if i + 1 < len(targets):
-                gathering = gather(i + 1)
-            scattering = compute(i, inputs, scattering)
+                gathering = gather(x_parts[i + 1])
+            logits = product(inputs)
+            losses, lse = token_losses(logits, labels, comm.axis, ops, head.num_ids)
+            total += (losses * mask).sum()
+            if loss_grad is not None:
+                ops.softmax_gradient_(logits, labels, first, lse, mask * loss_grad, head.num_ids)
+                dy = gemm.quantize_grad(logits, columnwise=need_dw)
+                scattering.wait()
+                scattering = comm.start_matmul_scatter(dy.for_product(), input_grad, weight.shape[1])
+                scattering = scattering.then(dx_parts[i].copy_)
+                if need_dw:
+                    dws.append(gemm.weight_grad(weight, dy, inputs))
+                del dy
+            del logits, inputs  # the next piece takes their memory
         scattering.wait()
         ctx.save_for_backward(dx)
-        ctx.weight, ctx.dws = weight if need_dw else None, [dw for dw in dws if dw is not None]
+        ctx.weight, ctx.dws = weight, dws
         return total
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         """Return what the forward has made: `dloss` is the loss_grad that it has multiplied by."""
-        if ctx.weight is not None and ctx.weight.slot is not None:
-            ctx.weight.slot.notify()
-        (dx,), dw = ctx.saved_tensors, sum(ctx.dws) if ctx.dws else None
-        return dx, None, dw, None, None, None, None, None, None, None
+        (dx,), slot, dws = ctx.saved_tensors, ctx.weight.slot, ctx.dws
+        if dws and slot is not None:
+            slot.notify()
+        dw = torch.stack(dws).sum(0) if dws and slot is None else None
+        return dx, dw, None, None, None

@@ -14,7 +14,7 @@ from minitron.kernels import plain
 from minitron.kernels.gemm import DTYPES, Gemm
 from minitron.kernels.param import GradSlot, Shard
 from minitron.parallel import head_loss as module
-from minitron.parallel.head_loss import head_loss
+from minitron.parallel.head_loss import HeadLoss
 from minitron.parallel.layer_context import LayerContext
 from minitron.parallel.linear import ColumnOp
 from minitron.parallel.overlap import ProcessGroupComm
@@ -52,7 +52,7 @@ def head(tp, piece, make_comm=ProcessGroupComm, *, main_grad=True, frozen=False,
     op = ColumnOp(weight, None, Gemm(plain.add_product), context.comm, context.weight_queue)
     num_ids = min(max(IDS - mesh.tp.rank * len(weight), 0), len(weight))
     with torch.set_grad_enabled(not evaluate):
-        loss = head_loss(x, op, *sample(IDS), plain, num_ids, piece, torch.tensor(SCALE))
+        loss = HeadLoss(op, plain, num_ids, piece)(x, *sample(IDS), None if evaluate else torch.tensor(SCALE))
     if evaluate:
         return loss, None, None, len(reports)
     before = len(reports)
@@ -136,7 +136,7 @@ def large(tp: int):
     x = drawn(16, 1, 8, seed=2).chunk(tp)[mesh.tp.rank].clone().requires_grad_()
     op = ColumnOp(weight, None, Gemm(plain.add_product), context.comm, context.weight_queue)
     num_ids = min(256_000 - mesh.tp.rank * len(weight), len(weight))
-    loss = head_loss(x, op, *sample(256_000, 16, 1), plain, num_ids, 8)
+    loss = HeadLoss(op, plain, num_ids, 8)(x, *sample(256_000, 16, 1))
     loss.backward()
     return loss.detach(), x.grad, weight.grad
 
