@@ -230,7 +230,10 @@ COUNTING = "log.dir=unused", "log.numerics_every=100"  # what casts lose
 
 # Tolerance: what waits between stages and inside of an operation is counted by its largest moment, not by its own.
 @pytest.mark.sampled(
-    3, "llama3_8b_lora optimizer.grad_dtype=bf16", "llama3_8b model.num_layers=2 model.head_piece=2048"
+    3,
+    "llama3_8b_lora optimizer.grad_dtype=bf16",
+    "llama3_8b model.num_layers=2 model.head_piece=4096",
+    "llama3_8b model.num_layers=2 model.head_piece=2048 parallel.pp=2 parallel.schedule=zb-h1",
 )
 @pytest.mark.parametrize(
     "layout",
@@ -288,10 +291,10 @@ COUNTING = "log.dir=unused", "log.numerics_every=100"  # what casts lose
             ],
         ),
         ("llama3_8b_lora", 4, ["parallel.pp=4", "parallel.schedule=zb-h1"]),
-        ("llama3_8b", 1, ["model.num_layers=2", "model.head_piece=2048"]),
+        ("llama3_8b", 1, ["model.num_layers=2", "model.head_piece=4096"]),
         ("llama3_8b", 2, ["model.num_layers=4", "model.head_piece=1024", "parallel.tp=2"]),
         ("llama3_8b", 1, ["model.num_layers=2", "model.head_piece=1024", "precision.fp8=current", FP8_HEAD]),
-        ("llama3_8b", 4, ["model.head_piece=2048", "parallel.pp=4", "parallel.schedule=zb-h1"]),
+        ("llama3_8b", 2, ["model.num_layers=2", "model.head_piece=2048", "parallel.pp=2", "parallel.schedule=zb-h1"]),
         ("llama3_8b_lora", 1, ["model.head_piece=2048", "train.recompute=selective"]),
     ],
     ids=lambda layout: " ".join([layout[0], *layout[2]]),
@@ -307,7 +310,7 @@ def test_memory_is_what_the_trainer_allocates(layout):
         for part in ("parameters", "gradients", "optimizer", "fp8 weights"):
             assert formula[part] == pytest.approx(walked[part], rel=0.01), part
         assert formula.total() == pytest.approx(
-            sum(walked.values()), rel=0.01 if cfg.model.head_piece and rank == pp - 1 else 0.03
+            sum(walked.values()), rel=0.01 if cfg.model.head_piece and pp == 1 else 0.03
         )
 
 
