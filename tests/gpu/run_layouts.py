@@ -92,9 +92,14 @@ LAYOUTS = [
     (4, dict(tp=2)),
     (4, dict(cp=4)),
     (4, dict(cp=2, cp_style="ulysses", tp=2)),
+    (2, dict(node_ranks=1)),  # each GPU plays a node
+    (4, dict(node_ranks=2)),
+    (4, dict(node_ranks=2, tp=2)),
 ]
 FORMATS = {name: dict(precision=dict(dtype=name)) for name in ("fp32", "bf16", "fp16")}
 FORMATS["bf16 gradients"] = dict(precision=dict(dtype="bf16"), optimizer=dict(grad_dtype="bf16"))
+FORMATS["bf16 wire"] = dict(precision=dict(dtype="bf16"), optimizer=dict(reduce_dtype="bf16"))
+FORMATS["head in pieces"] = dict(precision=dict(dtype="bf16"), model=dict(head_piece=192))
 if find_spec("transformer_engine"):  # which must be loaded before torch's cuDNN
     import transformer_engine.pytorch  # noqa: F401
 
@@ -110,6 +115,8 @@ if find_spec("transformer_engine"):  # which must be loaded before torch's cuDNN
 
 def formats_of(layout: dict) -> list[str]:
     """The formats that a layout is tried in: FP8 weights wherever ranks gather, other FP8 where they multiply."""
+    if "node_ranks" in layout:
+        return ["bf16 gradients", "bf16 wire"]
     few = {"tp", "sequence_parallel", "lora", "split"} | ({"pp", "schedule"} if "schedule" in layout else set())
     if set(layout) <= few:
         return [name for name in FORMATS if "params" not in name or "lora" not in layout]
@@ -118,14 +125,15 @@ def formats_of(layout: dict) -> list[str]:
 
 
 @lru_cache
-def mesh_of(tp: int, pp: int, cp: int, device: torch.device) -> Mesh:
+def mesh_of(tp: int, pp: int, cp: int, device: torch.device, node_ranks: int | None) -> Mesh:
     """Each mesh once: NCCL keeps memory for every group of every mesh until the process ends."""
-    return Mesh.create(tp=tp, pp=pp, cp=cp, device=device)
+    return Mesh.create(tp=tp, pp=pp, cp=cp, device=device, node_ranks=node_ranks)
 
 
 def make(base: dict, name: str, layout: dict, device: torch.device, world: int, **train_keys):
     """A configuration in this layout and format, and its mesh."""
     layout = {key: value for key, value in layout.items() if key != "split"}
+    node_ranks = layout.pop("node_ranks", None)
     train_keys = dict(recompute=layout.pop("recompute", "none"), seq_len=512, steps=2) | train_keys
     data = dict(separate_documents=layout.pop("separate", False))
     dropout, targets = layout.pop("dropout", 0.0), layout.pop("lora", None)
@@ -138,7 +146,7 @@ def make(base: dict, name: str, layout: dict, device: torch.device, world: int, 
     cfg = config(base, lora, FORMATS[name], dict(model=model, parallel=layout, train=train_keys, data=data))
     rules.check(cfg, world)
     p = cfg.parallel
-    return cfg, Mesh.offline(device=device) if world == 1 else mesh_of(p.tp, p.pp, p.cp, device)
+    return cfg, Mesh.offline(device=device) if world == 1 else mesh_of(p.tp, p.pp, p.cp, device, node_ranks)
 
 
 def train(base: dict, name: str, layout: dict, device: torch.device, world: int):
