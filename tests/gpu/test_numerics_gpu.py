@@ -90,5 +90,5 @@ def test_replayed_steps_count_what_eager_steps_count(base, backend, precision):
     assert re.search(r"recorded [\d,]+ kernels and copies of a step that counts casts .* GiB more", "\n".join(lines))
     last = records[-1]
     assert all(value is not None for value in last.values()) and last["fp8/blocks.1.mlp.up/gradient/cur_amax"] > 0
-    if base is LLAMA:  # a GELU without a cast is torch's
-        assert replayed == plain
+    for mine, other in zip(replayed, plain, strict=True):  # a kernel of its own may cast another last bit
+        assert mine == pytest.approx(other, rel=1e-3)
