@@ -10,8 +10,8 @@ idea: some steps (log.numerics_every) compare each tensor with its cast, and cou
     x = [3.0, 1.0, 1e-6, 0.0] as e4m3 with scale 448 / 2.0:   [448, 224, 0, 0]   1 underflow, 1 overflow, 4 elements
 
 Kernels of norms and activations do not write the values that they cast. So in these steps they leave the cast to a
-kernel of its own. On a GPU that may change the last bits of these steps.
-The counts are added in place to device tensors, so that a recorded step adds its own at each replay.
+kernel of its own. On a GPU that may change the last bits of these steps. The counts are added in place to device
+tensors, so that a recorded step adds its own at each replay.
 
 A recomputed tensor is counted twice, which changes no share. A transpose has the same values and is not counted. With
 block scaling these are the casts of rows. Sources: the names and definitions of Transformer Engine's LogFp8TensorStats.
