@@ -162,6 +162,12 @@ def read_torchrun_env(environ: Mapping[str, str]) -> tuple[int, int, int, int]:
     return numbers["RANK"], numbers["WORLD_SIZE"], numbers["LOCAL_RANK"], numbers["LOCAL_WORLD_SIZE"]
 
 
+def ranks_of_node(environ: Mapping[str, str]) -> int:
+    """Return how many ranks follow each other on this node; 0 if the environment does not say, or if they do not."""
+    rank, _, local_rank, count = read_torchrun_env(environ)
+    return count if "LOCAL_WORLD_SIZE" in environ and rank % count == local_rank else 0
+
+
 def check_meeting_place(environ: Mapping[str, str], world: int) -> None:
     """Raise ValueError unless the environment has the address and port at which the ranks of a world meet."""
     if world == 1:
@@ -196,7 +202,8 @@ def describe_run(log: Log, trainer: Trainer, data: Datasets, start: ResumePoint,
     if trainer.eager_reason and (cfg.train.cuda_graph == "on" or device != "cpu"):
         notes.append(f"train.cuda_graph={cfg.train.cuda_graph}: every step is eager, since {trainer.eager_reason}")
     if mesh.uneven:
-        notes.append("optimizer.reduce_dtype=bf16: nodes differ in their data ranks, so gradients travel in float32")
+        why = "nodes have different numbers of data ranks, or LOCAL_WORLD_SIZE does not tell how many ranks they have"
+        notes.append(f"optimizer.reduce_dtype=bf16: {why}; so gradients travel in float32")
     for reader, resumed in (start.base_weights, False), (start.reader, start.resume):
         if reader is not None:
             notes += [f"{'resumed from' if resumed else 'weights of'} {reader.path}", reader.note]
@@ -322,9 +329,16 @@ def make_mesh(
             device_id=device if device.type == "cuda" else None,
         )
         tied = cfg.model.tie_embeddings
-        node = read_torchrun_env(os.environ)[3] if cfg.optimizer.reduces_in == "bf16" else None
+        node_ranks = ranks_of_node(os.environ) if cfg.optimizer.reduces_in == "bf16" else None
         return Mesh.create(
-            tp=p.tp, pp=p.pp, cp=p.cp, tied=tied, device=device, timeout=timeout, stopwatch=stopwatch, node_ranks=node
+            tp=p.tp,
+            pp=p.pp,
+            cp=p.cp,
+            tied=tied,
+            device=device,
+            timeout=timeout,
+            stopwatch=stopwatch,
+            node_ranks=node_ranks,
         )
 
 

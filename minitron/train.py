@@ -182,7 +182,9 @@ def build(
         layers = sum(len(stages[i]) for i in mine)
         runner = Replay(eager, mesh, layers, cfg.train.eval_every > 0, log)
     rerun = Rerun(runner, gradients, fp8, scaler, log) if cfg.train.rerun == "on" else None
-    numerics = Numerics(cfg, rerun or runner, optimizer, chosen.counts, log) if cfg.log.numerics_every else None
+    numerics = None
+    if cfg.log.numerics_every:
+        numerics = Numerics(cfg, rerun or runner, scaler, optimizer, chosen.counts, log)
     parts = chunks, gradients, optimizer, executor, scaler, fp8, chosen, runner, rerun, numerics
     return Trainer(cfg, mesh, *parts, base_fingerprint, reason)
 

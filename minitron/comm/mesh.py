@@ -13,9 +13,9 @@ collective over it is the identity, so the model needs no `if tp > 1`.
               cp 1: ranks 6 7
 
 More axes serve one purpose each. Gradients are summed over `dp_cp`, and optimizer state is sharded over it. It has two
-levels if gradients travel in bf16 (optim/slices.py): `local` has its ranks of one node, `across` those of equal place
-in their nodes. Otherwise `local` is all of dp_cp, and `across` one rank. The two ranks of `embedding`, the first and
-the last of a pipeline, hold the two copies of a tied weight. Statistics of a step are summed over `world`.
+levels if gradients travel in bf16 between nodes (optim/slices.py): `local` has its ranks of one node, `across` those of
+equal place in their nodes. Otherwise `local` is all of dp_cp, and `across` one rank. The two ranks of `embedding`, the
+first and the last of a pipeline, hold the two copies of a tied weight. Statistics of a step are summed over `world`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Mesh:
     embedding: Axis
     world: Axis
     agreement: Agreement
-    uneven: bool  # dp_cp has no levels, since its nodes have different numbers of its ranks
+    uneven: bool  # dp_cp has no levels, since its nodes have different numbers of its ranks, or are not known
 
     @property
     def activity(self) -> Activity:
@@ -94,8 +94,8 @@ class Mesh:
         """Make the mesh of the initialised default process group; dp is its world divided by tp, pp and cp.
 
         tied: the model ties its embeddings and so needs the embedding axis. timeout: a collective of any axis fails
-        after it; None: torch's own. stopwatch: times this rank's own work. node_ranks: ranks of this rank's node, for
-        the levels of dp_cp; None: it has one. Collective: every rank must call it.
+        after it; None: torch's own. stopwatch: times this rank's own work. node_ranks: ranks of this rank's node, which
+        follow each other, for the levels of dp_cp. 0: it is not known. None: dp_cp has one level. Collective.
         Raises ValueError if tp * pp * cp does not divide the world.
         """
         device = torch.device(device)
@@ -147,15 +147,15 @@ def _shape(world: int, tp: int, pp: int, cp: int) -> tuple[int, int, int, int]:
 
 
 def _data_ranks_of_a_node(shape: tuple[int, int, int, int], node_ranks: list[int]) -> int | None:
-    """Count the ranks of dp_cp that a node has: 0 if nodes differ, None if one node has them all.
+    """Count the ranks of dp_cp that a node has: 0 if nodes differ or are not known, None if one node has them all.
 
-    node_ranks: the number of ranks on each rank's node. A node's ranks follow each other.
+    node_ranks: see `Mesh.create`, of each rank.
     """
     _, dp, cp, tp = shape
     stage, (node, *others) = dp * cp * tp, set(node_ranks)
-    if dp * cp == 1 or not (others or node % stage):
+    if dp * cp == 1 or all(n and n % stage == 0 for n in node_ranks):
         return None
-    if others or stage % node:
+    if others or not node or stage % node:
         return 0
     return 1 if tp % node == 0 else node // tp * (node % tp == 0)
 

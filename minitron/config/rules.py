@@ -190,7 +190,11 @@ def _check_fp8(cfg: Config, capability: tuple[int, int] | None) -> None:
 
 
 def _check_optimizer(cfg: Config) -> None:
-    o = cfg.optimizer
+    o, dtype = cfg.optimizer, cfg.precision.dtype
+    for name in ("accumulate_dtype", "reduce_dtype"):
+        if getattr(o, name) == "bf16" != dtype:
+            why = f"does not go with precision.dtype={dtype}; drop it, or set precision.dtype=bf16"
+            raise ValueError(f"optimizer.{name}=bf16 {why}")
     if o.constant_steps >= (steps := cfg.train.steps):
         constant = f"optimizer.constant_steps={o.constant_steps}"
         raise ValueError(f"{constant} must be below train.steps={steps}; use at most {steps - 1}")

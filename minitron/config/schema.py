@@ -178,9 +178,15 @@ class OptimizerConfig:
     eps: float = key(1e-8, "AdamW's epsilon", POSITIVE)
     weight_decay: float = key(0.1, "decoupled weight decay of matrices (norms and biases have none)", NOT_NEGATIVE)
     clip_grad: float = key(1.0, "global gradient norm to clip to, 0: no clipping", NOT_NEGATIVE)
-    grad_dtype: Literal["fp32", "bf16"] = key("fp32", "gradients: sets the two keys below", needs=BF16)
-    accumulate_dtype: Literal["fp32", "bf16"] | None = key(None, "over microbatches; null: grad_dtype", needs=BF16)
-    reduce_dtype: Literal["fp32", "bf16"] | None = key(None, "between nodes; null: grad_dtype", needs=BF16)
+    grad_dtype: Literal["fp32", "bf16"] = key(
+        "fp32", "format of gradients: the default of accumulate_dtype and reduce_dtype", needs=BF16
+    )
+    accumulate_dtype: Literal["fp32", "bf16"] | None = key(
+        None, "format in which gradients are added over microbatches; null: grad_dtype"
+    )
+    reduce_dtype: Literal["fp32", "bf16"] | None = key(
+        None, "format of gradients between nodes, within which sums are float32; null: grad_dtype"
+    )
 
     @property
     def accumulates_in(self) -> Literal["fp32", "bf16"]:

@@ -9,8 +9,8 @@ slices of the buckets. One sum and one maximum over the world make a record of m
     grad_norm/blocks.3         by part of the model; the squares add up to the square of the step's logged norm
     fp8/blocks.3.mlp.up/gradient/underflows%
                                by layer and tensor (activation, weight, gradient), with Transformer Engine's names:
-                               underflows%, cur_amax; overflows% of delayed scaling; scale_inv_min and _max, which block
-                               scaling has no single ones of
+                               underflows%, cur_amax; overflows% of delayed scaling; scale_inv_min and _max, but not
+                               with block scaling, which has many scales
 
 They describe the step's own numbers: its weights before the update, and its gradients before clipping. So they are read
 right behind the backward, since the update overwrites gradients. The host reads the result one step later, and launches
@@ -32,7 +32,9 @@ from minitron.config.schema import Config
 from minitron.kernels.fp8_counts import CastCounts
 from minitron.kernels.fp8_scales import FP8_DTYPES
 from minitron.optim.rerun import CountedBatch, Rerun
+from minitron.optim.scaler import LossScaler
 from minitron.optim.zero1 import Zero1Optimizer
+from minitron.pipeline.executor import local_totals
 from minitron.pipeline.replay import Eager, Replay
 from minitron.runtime.log import Log
 from minitron.runtime.observer import LateCopy, Observer, StepDone
@@ -52,13 +54,14 @@ class Numerics(Observer):
         self,
         cfg: Config,
         runner: Eager | Replay | Rerun,
+        scaler: LossScaler,
         optimizer: Zero1Optimizer,
         counts: CastCounts,
         log: Log | None,
     ):
         self.every, self.known, self.log = cfg.log.numerics_every, KNOWN[cfg.precision.fp8], log
-        self.runner, self.gradients, self.masters = runner, optimizer.gradients, optimizer.masters
-        self.counts = counts
+        self.runner, self.scaler, self.counts = runner, scaler, counts
+        self.gradients, self.masters = optimizer.gradients, optimizer.masters
         self.units = ["embedding", *(f"blocks.{i}" for i in range(cfg.model.num_layers)), "head"]
         tensors = [f"fp8/{layer}/{tensor}" for layer in counts.layers for tensor in TENSORS]
         self.names = ["param_norm", "grad_zeros", "grad_zeros%", *(f"grad_norm/{unit}" for unit in self.units)]
@@ -70,16 +73,17 @@ class Numerics(Observer):
         """Compute the gradients of a step. Read its numbers if they are due, collectively over the world."""
         due = self.gradients.mesh.activity.step % self.every == 0
         self.counts.count(due)
-        result = self.runner.forward_backward(batches)
-        self.figures = self._read() if due else None
+        loss_sum, skip = self.runner.forward_backward(batches)
+        _, count = local_totals(self.gradients.mesh, loss_sum, batches)
+        self.figures = self._read(count * self.scaler.backward_scale(len(batches))) if due else None
         self.counts.count(False)
-        return result
+        return loss_sum, skip
 
     def after(self, done: StepDone) -> None:
         """Log the figures that were under way. Begin to copy those of this step."""
         self.close()
         if self.figures is not None:
-            self.waiting = done.step, LateCopy(torch.cat([done.figures[1:2], self.figures]))
+            self.waiting = done.step, LateCopy(self.figures)
 
     def close(self) -> None:
         """Log the figures that are under way."""
@@ -87,21 +91,21 @@ class Numerics(Observer):
             return
         (step, copy), self.waiting = self.waiting, None
         sizes = 1, 4 * len(self.units), self.counts.sums.numel(), self.counts.tops.numel()
-        grad_norm, by_unit, sums, tops = copy.read().split(sizes)
+        denominator, by_unit, sums, tops = copy.read().split(sizes)
         squares, params, zeros, elements = by_unit.view(-1, 4).t()
         whole = [params.sum().sqrt(), zeros.sum(), 100 * zeros.sum() / elements.sum()]
         underflows, overflows, cast = sums.view(-1, 3).t()
         amax, smallest, largest = tops.view(-1, 3).t()
         stats = torch.stack([100 * underflows / cast, amax, -smallest, largest, 100 * overflows / cast], 1)
-        norms = grad_norm * (squares / squares.sum()).sqrt()  # gradients are sums, grad_norm is that of the mean
+        norms = squares.sqrt() / denominator  # gradients are sums over tokens
         figures = torch.cat([torch.stack(whole), norms, stats[:, : self.known].flatten()])
         self.log.record("numerics", step=step, **dict(zip(self.names, figures.tolist(), strict=True)))
 
     @torch.no_grad()
-    def _read(self) -> Tensor:
-        """Add up all figures over the world."""
+    def _read(self, denominator: Tensor) -> Tensor:
+        """Add up all figures over the world. denominator: this rank's part of what gradients are divided by."""
         world, tops = self.gradients.mesh.world, self.counts.tops
-        sums = torch.cat([self._read_slices().flatten(), self.counts.sums.flatten()])
+        sums = torch.cat([denominator.view(1), self._read_slices().flatten(), self.counts.sums.flatten()])
         all_reduce_(sums, world)
         if self.counts.layers:
             all_reduce_(tops, world, op=dist.ReduceOp.MAX)

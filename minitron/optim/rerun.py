@@ -18,7 +18,8 @@ are a new level: the history is cleared. Checkpoints hold the history.
 
 A rank compares what it computed alone: its part of the loss sum, and its gradients outside of its own slice, which the
 reduce-scatter leaves as they were. Its own slice holds the sum over ranks, with the wrong values of others. So a
-difference in this slice counts only if no rank differs in what it computed alone. Equal means within TOLERANCE:
+difference in this slice counts only if no rank differs in what it computed alone. Between the two are sums of the ranks
+of its node, if gradients are summed in two levels (slices.py). Equal means within TOLERANCE:
 kernels that add in another order each time change a norm by some 1e-3, and the faults that matter are larger.
 
 Left out: which rank of a tensor- or pipeline-parallel group is faulty, if a wrong value reaches the others before the
@@ -160,25 +161,26 @@ class Rerun:
         return None
 
     def _own_figures(self, loss_sum: Tensor, batches: Sequence[CountedBatch]) -> Tensor:
-        """Return [loss sum, norm of this rank's unsummed gradients, norm of its slice of the sums], float64."""
+        """Return [loss sum, norms of unsummed gradients, of sums of the node, of the slice of all sums], float64."""
         loss_sum, _ = local_totals(self.mesh, loss_sum.double(), batches)
-        own = torch.zeros_like(loss_sum)
-        summed = own.clone()
+        own, of_node, summed = torch.zeros(3, dtype=torch.float64, device=loss_sum.device)
         for bucket in self.gradients.buckets:
             for part in bucket.slices.unsummed(bucket.grad):
                 own += bucket.square_sum(part)
+            for part in bucket.slices.of_other_nodes(bucket.grad):
+                of_node += bucket.square_sum(part)
             if not (bucket.key.sum_over_tp or bucket.key.tied):  # those are sums over other axes, too
                 total = summed if self.mesh.dp_cp.size > 1 else own
                 total += bucket.square_sum(bucket.grad_slice)
-        return torch.stack([loss_sum, own.sqrt(), summed.sqrt()])
+        return torch.stack([loss_sum, own.sqrt(), of_node.sqrt(), summed.sqrt()])
 
     def _differing(self, first: Tensor, second: Tensor) -> list[int]:
         """List the ranks whose figures differ from those of their first run. Collective over the world."""
         everyone = self._gathered(torch.stack([first, second]))
         both_nan = everyone.isnan().all(1)
         same = both_nan | torch.isclose(everyone[:, 0], everyone[:, 1], rtol=TOLERANCE, atol=0.0)
-        alone = ~same[:, :2].all(1)
-        return torch.nonzero(alone if alone.any() else ~same[:, 2]).flatten().tolist()
+        wrong = ~same[:, :2].all(1), ~same[:, 2], ~same[:, 3]  # what fewer ranks have computed comes first
+        return torch.nonzero(next((ranks for ranks in wrong if ranks.any()), wrong[-1])).flatten().tolist()
 
     def _blame(self, why: str, wrong: Sequence[int]) -> WrongResult:
         """Return the error that this rank raises. Collective over the world."""

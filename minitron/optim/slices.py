@@ -11,10 +11,10 @@ bf16, rounded once, and are added in float32. A bucket of four slices on two nod
 Of N nodes each sends (N - 1) / N of a bucket, which is less than in a ring. Parameters are gathered on the way back. On
 one node, or with float32 between nodes, the local level has all ranks (comm/mesh.py).
 
-GPUs of a node read each other's buffers ("symmetric memory"). Copy engines fetch a part in pieces to one of two stages,
-and a short kernel adds the piece before. No barrier follows a read, because the optimizer's all-reduce over the world
-serves as a barrier. Peers read a rank's gradients before this all-reduce, and the rank overwrites them after it. Peers
-read its parameters before the all-reduce of the next step, and the rank updates them after that.
+GPUs of a node read each other's buffers ("symmetric memory"). Copy engines fetch pieces into two staging buffers in
+turn. While one is filled, a short kernel adds the other. No barrier follows a read, because the optimizer's all-reduce
+over the world serves as a barrier. Peers read a rank's gradients before this all-reduce, and the rank overwrites them
+after it. Peers read its parameters before the all-reduce of the next step, and the rank updates them after that.
 """
 
 from __future__ import annotations
@@ -87,6 +87,11 @@ class ProcessGroupSlices:
         axis = self.local if self.local.size > 1 else self.across
         parts = list(buffer.chunk(axis.size))
         return parts[: axis.rank] + parts[axis.rank + 1 :]
+
+    def of_other_nodes(self, buffer: Tensor) -> list[Tensor]:
+        """Return the parts of a reduced buffer that are sums of this node for other nodes."""
+        parts = list(self._part(buffer).chunk(self.across.size)) if self.local.size > 1 else []
+        return [part for node, part in enumerate(parts) if node != self.across.rank]
 
     def reduced(self) -> None:
         """End a step: the current stream has waited for all its reductions, or will never run them."""
@@ -208,7 +213,7 @@ class SymmetricMemorySlices(ProcessGroupSlices):
 def choose_slices(
     nbytes: int, mesh: Mesh, dtype: torch.dtype, largest: int, overlap: bool, sum_parts: SumParts
 ) -> ProcessGroupSlices:
-    """Choose SymmetricMemorySlices between GPUs of a node that read each other's memory. Collective over dp_cp.
+    """Choose SymmetricMemorySlices between GPUs of a node that read each other's memory. Collective over mesh.local.
 
     nbytes: of all buffers together. See ProcessGroupSlices for the others.
     """

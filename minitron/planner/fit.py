@@ -22,7 +22,7 @@ from minitron.planner.memory import Memory
 from minitron.planner.plan import Plan, Step, available_gib, no_room_for_graphs, plan
 from minitron.planner.search import MICRO_BATCHES, RECOMPUTE
 
-# In the order in which they are added: what changes no result first, then what changes rounding, last what costs most.
+# In the order in which they are added: first what changes only the order of sums, then rounding, last what costs most.
 KEYS: tuple[tuple[str, Any], ...] = (
     ("parallel.sequence_parallel", True),
     ("model.head_piece", 2048),  # large enough for products at full speed

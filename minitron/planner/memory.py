@@ -1,11 +1,10 @@
 """Bytes that a rank holds at the peak of a step, by what they are for.
 
 Four things last: parameters (2 bytes each in bf16), their gradients (4; in bf16 2, and 4 over dp x cp for the reduced
-slice, which is float32), masters and moments (12, over dp x cp)
-and FP8 casts of weights (2). With precision.fp8_params the blocks' parameters are FP8 bytes: one each, and one
-for their transposes. Activations come and go with the schedule: a chunk's forward leaves what its
-backward needs and frees, so their peak is found by walking over a rank's real operations. A block leaves, per token, in
-bf16:
+slice, which is float32), masters and moments (12, over dp x cp) and FP8 casts of weights (2). With precision.fp8_params
+the blocks' parameters are FP8 bytes: one each, and one for their transposes. Activations come and go with the schedule:
+a chunk's forward leaves what its backward needs and frees, so their peak is found by walking over a rank's real
+operations. A block leaves, per token, in bf16:
 
     2 h / tp   the sums before both norms                               x 2
     2 h / tp   both norms' results, inputs of products                  x 2       FP8: casts, 1 byte    selective: none

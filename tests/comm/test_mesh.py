@@ -117,6 +117,7 @@ def sums_over_levels(sizes, node_ranks):
         ({"tp": 8}, 4, None),
         ({}, 3, 0),
         ({"pp": 2}, 3, 0),
+        ({}, 0, 0),
     ],
     ids=str,
 )
@@ -124,7 +125,7 @@ def test_levels_are_the_data_ranks_of_a_node_and_those_of_equal_place(ranks, siz
     """local: data ranks of a node; 0: nodes differ; None: one node has all of them. Then there is one level."""
     for rank, (uneven, (members, *_), mine, far) in enumerate(ranks(8, sums_over_levels, sizes, node_ranks)):
         assert uneven == (local == 0)
-        here = [r for r in members if r // node_ranks == rank // node_ranks] if local else members
+        here = [r for r in members if r // node_ranks == rank // node_ranks] if local else members  # 0: not known
         there = members[here.index(rank) :: local] if local else (rank,)
         assert mine == (tuple(here), rank, sum(1 << r for r in here)) and len(here) == (local or len(members))
         assert far == (tuple(there), rank, sum(1 << r for r in there))

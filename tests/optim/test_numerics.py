@@ -190,6 +190,24 @@ def test_squares_of_layers_are_those_of_the_step_also_with_a_loss_scale():
         assert whole_norm(rows[step]) == pytest.approx(of_step["grad_norm"], rel=1e-9) and not of_step["skipped"]
 
 
+def test_a_layer_whose_gradients_are_not_finite_hides_no_other():
+    def spoil(trainer, step):
+        runner, slices = trainer.numerics.runner, [bucket.grad_slice for bucket in trainer.gradients.buckets]
+
+        def forward_backward(batches):
+            result = runner.forward_backward(batches)
+            for part in trainer.gradients.owned():
+                if part.name == "blocks.1.mlp.up.weight":
+                    part.of(slices)[0] = math.inf
+            return result
+
+        if step == 2:
+            trainer.numerics.runner = SimpleNamespace(forward_backward=forward_backward)
+
+    lowered(run, toy(LLAMA), log := Rows(), spoil)
+    assert [name for name, value in log.rows[2].items() if not math.isfinite(value)] == ["grad_norm/blocks.1"]
+
+
 def test_records_are_written_beside_those_of_steps(tmp_path):
     keys = "model.num_layers=1 model.hidden_size=32 model.ffn_hidden_size=32 model.num_heads=2 model.num_kv_heads=2 "
     keys += "model.vocab_size=64 train.seq_len=16 train.micro_batch_size=2 train.global_batch_size=4 train.steps=6 "

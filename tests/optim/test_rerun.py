@@ -6,6 +6,7 @@ import json
 import math
 import re
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -78,6 +79,34 @@ def test_a_step_computed_again_is_the_same_in_every_layout(ranks, world, base, c
         assert len(found) == 3
         for first, second, differing in found:
             assert first == second and first[1] > 0 and differing == []
+
+
+def spoiled(cfg, place: int) -> list[int]:
+    """Who is blamed if rank 0 once computes another gradient, in the slice of data rank `place`."""
+    torch.set_num_threads(1)
+    trainer = build(cfg, mesh_of(cfg))
+    compared = Rerun(trainer.runner, trainer.gradients, trainer.fp8, trainer.scaler, None)
+    loader, bucket = Loader(dataset_of(cfg), cfg, trainer.mesh), trainer.gradients.buckets[0]
+    batches, reduce = loader.step(0, 1), type(bucket.slices).reduce
+    loader.close()
+    first, _ = figures_of(compared, batches)
+
+    def reduce_spoiled(slices, buffer, out):
+        if buffer is bucket.grad and trainer.mesh.rank == 0:
+            buffer[bucket.plan.slice_of(place)] *= 1000
+        return reduce(slices, buffer, out)
+
+    with mock.patch.object(type(bucket.slices), "reduce", reduce_spoiled):
+        second, _ = figures_of(compared, batches)
+    return compared._differing(first, second)
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_wrong_sums_of_a_node_are_blamed_on_it_and_not_on_who_gets_them(ranks, place):
+    """Ranks 0 and 1 are a node. Rank 0 sums its slice and that of rank 2, in the other node."""
+    bf16 = {"precision": {"dtype": "bf16"}, "optimizer": {"reduce_dtype": "bf16"}, "train": {"global_batch_size": 4}}
+    cfg = config(LLAMA, {"model": {"num_layers": 2}}, bf16)
+    assert all(blamed == [0] for blamed in ranks(4, spoiled, cfg, place))
 
 
 # ---- what is suspicious ---------------------------------------------------------------------------------------------
@@ -266,6 +295,7 @@ def test_a_spike_that_is_skipped_is_no_overflow():
             scaler=scaler,
             optimizer=SimpleNamespace(step=lambda *_, skipped=skipped: SimpleNamespace(skipped=torch.tensor(skipped))),
             mesh=Mesh.offline(),
+            numerics=None,
         )
         for _ in range(3):
             Trainer.step(trainer, [SimpleNamespace(count=1)], 0.1)

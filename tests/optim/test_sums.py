@@ -212,6 +212,20 @@ def test_a_run_makes_levels_of_its_nodes_for_gradients_in_bf16(ranks, keys, leve
     assert found == ([(0, 2), (1, 3), (0, 2), (1, 3)] if levels else [(0,), (1,), (2,), (3,)])
 
 
+@pytest.mark.parametrize(
+    "environ, count",
+    [
+        ({}, 0),
+        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, 0),
+        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}, 4),
+        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}, 0),  # dealt out in turns
+    ],
+    ids=str,
+)
+def test_an_environment_that_does_not_say_how_many_ranks_a_node_has(environ, count):
+    assert pretrain.ranks_of_node(environ) == count
+
+
 @pytest.mark.parametrize("uneven", [False, True])
 def test_a_run_logs_that_its_nodes_are_uneven(uneven):
     cfg, log = (
