@@ -371,7 +371,7 @@ def draw_map(axes, steps: list[int], parts: dict[str, list[float]], label: str) 
     """Draw a row of colours for each part of the model, the first one on top, over the steps of its records."""
     from matplotlib.colors import LinearSegmentedColormap
 
-    colors = LinearSegmentedColormap.from_list("", ["#ffffff", style.BLUE])
+    colors = LinearSegmentedColormap.from_list("", ["white", style.BLUE])
     before = steps[0] - (steps[1] - steps[0] if len(steps) > 1 else 1)
     mesh = axes.pcolormesh([before, *steps], range(len(parts) + 1), list(parts.values()), cmap=colors, vmin=0)
     every = math.ceil(len(parts) / 12)

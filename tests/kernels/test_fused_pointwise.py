@@ -110,9 +110,9 @@ def sums():
     for parts, shape in [(2, (7, 48)), (4, (1, 5000))]:
         x = randn(parts, *shape)
         assert_close_rel(fused.sum_parts(x), plain.sum_parts(x), CLOSE)
-        onto, twin, out = x[0].clone(), x[0].clone(), torch.empty(shape, dtype=torch.bfloat16)
+        onto, twin, out = x[0].clone(), x[0].clone(), torch.empty(shape, dtype=torch.float16)
         assert fused.sum_parts(x[1:], onto, out) is out and torch.equal(onto, twin)
-        assert torch.equal(out, plain.sum_parts(x[1:], twin, torch.empty_like(out)))
+        assert_close_rel(out, plain.sum_parts(x[1:], twin, torch.empty_like(out)), 1e-3)
         assert fused.sum_parts(x[1:], onto) is onto
         assert_close_rel(onto, plain.sum_parts(x[1:], twin), CLOSE)
     for n in 1, 4095, 4096 * 9 + 8:  # four programs at most
