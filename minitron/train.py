@@ -84,8 +84,7 @@ class Trainer:
 
         The host reads no result of the device here, except with train.rerun.
         """
-        passes = self.numerics or self.rerun or self.runner
-        loss_sum, skip = passes.forward_backward(batches)  # sums, not yet divided by tokens
+        loss_sum, skip = (self.numerics or self.rerun or self.runner).forward_backward(batches)  # sums over tokens
         self.fp8.update_scales()  # else its all-reduces would wait behind the optimizer's all-gathers
         scale = self.scaler.backward_scale(len(batches))
         stats = self.optimizer.step(lr, *local_totals(self.mesh, loss_sum, batches), scale, skip)
@@ -182,9 +181,8 @@ def build(
         layers = sum(len(stages[i]) for i in mine)
         runner = Replay(eager, mesh, layers, cfg.train.eval_every > 0, log)
     rerun = Rerun(runner, gradients, fp8, scaler, log) if cfg.train.rerun == "on" else None
-    numerics = None
-    if cfg.log.numerics_every:
-        numerics = Numerics(cfg, rerun or runner, scaler, optimizer, chosen.counts, log)
+    observed = rerun or runner, scaler, optimizer, chosen.counts, log
+    numerics = Numerics(cfg, *observed) if cfg.log.numerics_every else None
     parts = chunks, gradients, optimizer, executor, scaler, fp8, chosen, runner, rerun, numerics
     return Trainer(cfg, mesh, *parts, base_fingerprint, reason)
 

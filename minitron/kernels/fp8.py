@@ -20,11 +20,10 @@ A scale brings a tensor's largest magnitude (amax) to the largest value of its f
     saturates at 3.5, and the next step's scale is 448 / 4.0.
 
 A recomputed forward pass casts the same values with the same scale, and adds the same amax to a maximum. So
-recomputation needs no special case. The first
-step of a run has no history, so delayed scaling works like current scaling there. With precision.fp8_params the
-optimizer casts the weight (fp8_scales.py), and this file transposes it. The first and last precision.fp8_bf16_layers
-blocks stay in the model's own format, and so does the head without precision.fp8_head. Some steps count what the casts
-lose (fp8_counts.py).
+recomputation needs no special case. The first step of a run has no history, so delayed scaling works like current
+scaling there. With precision.fp8_params the optimizer casts the weight (fp8_scales.py), and this file transposes it.
+The first and last precision.fp8_bf16_layers blocks stay in the model's own format, and so does the head without
+precision.fp8_head. Some steps count what the casts lose (fp8_counts.py).
 """
 
 from __future__ import annotations

@@ -74,8 +74,10 @@ class Numerics(Observer):
         due = self.gradients.mesh.activity.step % self.every == 0
         self.counts.count(due)
         loss_sum, skip = self.runner.forward_backward(batches)
-        _, count = local_totals(self.gradients.mesh, loss_sum, batches)
-        self.figures = self._read(count * self.scaler.backward_scale(len(batches))) if due else None
+        self.figures = None
+        if due:
+            _, count = local_totals(self.gradients.mesh, loss_sum, batches)
+            self.figures = self._read(count * self.scaler.backward_scale(len(batches)))
         self.counts.count(False)
         return loss_sum, skip
 

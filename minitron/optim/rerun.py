@@ -17,7 +17,7 @@ norm from 1 + 10 * 1 times on. Megatron-LM runs a step again from 10 times on. A
 are a new level: the history is cleared. Checkpoints hold the history.
 
 A rank compares what it computed alone: its part of the loss sum, and its gradients outside of its own slice, which the
-reduce-scatter leaves as they were. Its own slice holds the sum over ranks, with the wrong values of others. So a
+reduce-scatter leaves as they were. Its slice holds the sum over ranks, with the wrong values of others. So a
 difference in this slice counts only if no rank differs in what it computed alone. Between the two are sums of the ranks
 of its node, if gradients are summed in two levels (slices.py). Equal means within TOLERANCE:
 kernels that add in another order each time change a norm by some 1e-3, and the faults that matter are larger.

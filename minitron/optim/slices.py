@@ -101,7 +101,7 @@ class ProcessGroupSlices:
         return buffer.chunk(self.local.size)[self.local.rank]
 
     def _later(self, result: Tensor, *steps: Callable[[], object]) -> Handle[Tensor]:
-        """Launch steps of which each needs the one before: on `stream`, or without it when the result is awaited."""
+        """Launch these steps in order: on `stream`, or without a stream when the result is awaited."""
         if self.stream is None:
             return Handle(result, steps)
         self.stream.wait_stream(torch.cuda.current_stream())

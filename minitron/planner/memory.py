@@ -184,8 +184,7 @@ class Memory(StateBytes):
         return block + WORKSPACE_BYTES + (sizes.FP8_WORKSPACE_BYTES if self.cfg.precision.fp8 != "none" else 0)
 
     def _messages(self, rank: int) -> int:
-        """Count the bytes of tensors between stages, of buffers that the GPUs of a node read from each other, and of
-        gradients that are exchanged or cast."""
+        """Count the bytes of tensors between stages, of a node's shared buffers, and of gradients on their way."""
         p, row = self.cfg.parallel, self.cfg.model.hidden_size * ITEM
         held = RECEIVED * row * self.rows if p.pp > 1 else 0
         if sizes.in_pieces(self.tp, p.sequence_parallel, p.overlap_tp) and self.tp <= self.gpus_per_node:

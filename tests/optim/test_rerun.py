@@ -290,12 +290,12 @@ def test_a_spike_that_is_skipped_is_no_overflow():
     for name, skipped, skip in ("clean", 0.0, False), ("spike", 1.0, True), ("overflow", 1.0, False):
         scaler = LossScaler(cli.load(["precision.dtype=fp16"]).precision, torch.device("cpu"), 8)
         trainer = SimpleNamespace(
+            numerics=None,
             rerun=SimpleNamespace(forward_backward=lambda _, skip=skip: (torch.tensor(5.0), skip)),
             fp8=SimpleNamespace(update_scales=lambda: None),
             scaler=scaler,
             optimizer=SimpleNamespace(step=lambda *_, skipped=skipped: SimpleNamespace(skipped=torch.tensor(skipped))),
             mesh=Mesh.offline(),
-            numerics=None,
         )
         for _ in range(3):
             Trainer.step(trainer, [SimpleNamespace(count=1)], 0.1)
