@@ -10,6 +10,7 @@ from kill_run import MODEL, campaign, losses, run
 from minitron.checkpoint.reader import Reader
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_in_another_layout(tmp_path):
     figures = campaign(tmp_path, kills=3, seed=2, steps=10)
     assert sum(figures["landed"].values()) == sum(figures["killed"].values()) == 3

@@ -26,7 +26,8 @@ from minitron.train import build
 from test_checkpoint import FP8, LONG, mesh_of, saving, train, whole
 
 WORLD = 4
-TENSOR_AND_DATA = config(LLAMA, LONG, {"parallel": {"tp": 2}})
+SHORT = config(LLAMA, LONG, {"model": {"num_layers": 3}})
+TENSOR_AND_DATA = config(SHORT, {"parallel": {"tp": 2}})
 FIRST = 7  # steps before the fault: shared saves of 1 and 4, local ones of 6 and 7
 
 
@@ -114,7 +115,7 @@ def test_a_start_prefers_the_newest_local_save(ranks, begun, uninterrupted):
 
 def test_each_node_has_the_histories_of_its_stages(ranks, tmp_path):
     """The data ranks of a stage are on both nodes, and have the same FP8 histories."""
-    cfg = config(LLAMA, LONG, FP8, {"parallel": {"tp": 2}})
+    cfg = config(LLAMA, LONG, FP8, {"model": {"num_layers": 2}, "parallel": {"tp": 2}})
     expected = ranks(WORLD, whole, cfg, 10)[0]
     ranks(WORLD, leg, cfg, tmp_path, 2, FIRST)
     results = goes_on(ranks, tmp_path, cfg)
@@ -130,7 +131,7 @@ def test_what_a_start_came_from_stays_until_there_are_two_newer_ones(ranks, begu
 
 def test_a_shared_save_begins_the_measured_interval_of_local_ones_anew(tmp_path):
     keys = {"every": FIRST_STEPS, "local_every": "auto", "mtbf_hours": 1.0, "local_dir": str(tmp_path / "node")}
-    cfg = saving(config(LLAMA, LONG), tmp_path / "shared", **keys)
+    cfg = saving(SHORT, tmp_path / "shared", **keys)
     trainer = build(cfg, mesh_of(cfg))
     with Log(cfg, 0, 1) as log:
         saves = Checkpointer(cfg, trainer.state, {}, log)
@@ -185,9 +186,9 @@ def test_a_node_whose_part_is_missing(ranks, begun, lost):
 def test_another_layout(ranks, tmp_path, nodes, start):
     """On one node all files are there for any layout; on two, those of other ranks are missing, which is said."""
     ranks(WORLD, leg, TENSOR_AND_DATA, tmp_path, nodes, FIRST)
-    results = goes_on(ranks, tmp_path, config(LLAMA, LONG, {"parallel": {"pp": 2}}), nodes)
+    results = goes_on(ranks, tmp_path, config(SHORT, {"parallel": {"pp": 2}}), nodes)
     assert results[0]["from"] == start and len(results[0]["losses"]) == 10 - int(start[-1])
-    expected = [f["loss"] for f in ranks(1, whole, config(LLAMA, LONG), 10)[0]]
+    expected = [f["loss"] for f in ranks(1, whole, SHORT, 10)[0]]
     assert results[0]["losses"] == pytest.approx(expected[int(start[-1]) :], rel=1e-6)
     assert len(warnings(results)) == (0 if nodes == 1 else 2)
     assert all("index.json does not list all that this rank needs" in line for line in warnings(results))

@@ -153,6 +153,9 @@ def hostile():
         yield f"bits flipped {i}", bytes(damaged)
 
 
+KEPT = "a unigram model", "a gap of ids", "a normalizer that multiplies by a billion"
+
+
 def write(folder, text, end=END):
     folder.mkdir(exist_ok=True)
     (folder / "tokenizer.json").write_bytes(text)
@@ -160,8 +163,11 @@ def write(folder, text, end=END):
     return f"hf:{folder}"
 
 
-def test_every_hostile_file_loads_or_is_one_line(tmp_path, monkeypatch):
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_every_hostile_file_loads_or_is_one_line(tmp_path, monkeypatch, every):
     """With lower limits than a user's, for the sake of time; an ordinary file needs a tenth of them."""
+    files = list(hostile())
+    files = [file for i, file in enumerate(files) if i % every == 0 or file[0] in KEPT]
     limits = "import minitron.interop.tokenizers as t\nt.TRIAL_SECONDS, t.TRIAL_BYTES = 5, 1 << 29"
     monkeypatch.setattr(tokenizers, "TRIAL", tokenizers.TRIAL.replace("\nfrom", f"\n{limits}\nfrom"))
 
@@ -176,10 +182,10 @@ def test_every_hostile_file_loads_or_is_one_line(tmp_path, monkeypatch):
         return name, None
 
     with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(load, enumerate(hostile())))
+        answers = list(pool.map(load, enumerate(files)))
     lines = {name: line for name, line in answers if line is not None}
     loads = [name for name, line in answers if line is None]
-    assert len(loads) + len(lines) >= 60 and "a unigram model" in loads and "a gap of ids" in loads
+    assert len(loads) + len(lines) >= 60 // every and "a unigram model" in loads and "a gap of ids" in loads
     assert any("SIG" in line for line in lines.values())  # what would have ended the run
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10 <= TRIAL_BYTES
 

@@ -460,6 +460,7 @@ def artifacts_of(documents, folder) -> Path:
     return folder / "artifacts" / path.relative_to("/gcs")
 
 
+@pytest.mark.slow
 def test_two_nodes_train(tmp_path):
     """Two torchruns on loopback, the second node first: the index, not the order of arrival, makes the ranks."""
     documents = rendered(workload__gpus=2, workload__gpusPerNode=1, workload__arguments=f"{{{','.join(TINY)}}}")

@@ -116,11 +116,16 @@ def test_tools_are_commands(bin_folder, tmp_path):
     "argument, message",
     [
         ("llama3-8b", "did you mean the recipe llama3_8b?"),
-        (
+        pytest.param(
             "configs/llama3_8b.yaml",
             "configs/llama3_8b.yaml cannot be read: no such file or directory; the recipe is found as llama3_8b",
+            marks=pytest.mark.slow,
         ),
-        ("parallel", "parallel is neither a YAML file nor an override; write FILE.yaml or section.key=value\n"),
+        pytest.param(
+            "parallel",
+            "parallel is neither a YAML file nor an override; write FILE.yaml or section.key=value\n",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_wrong_name_is_one_line(bin_folder, tmp_path, argument, message):
@@ -128,13 +133,13 @@ def test_a_wrong_name_is_one_line(bin_folder, tmp_path, argument, message):
     assert done.returncode == 1 and message in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_the_reader_of_help_may_stop(bin_folder, tmp_path):
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("option", ["--help", "--print-config", "--schema"])
+def test_the_reader_of_help_may_stop(bin_folder, tmp_path, option):
     """`--help | head -1`, `--print-config | head -1`: nothing on stderr, where a traceback stood."""
-    for option in ("--help", "--print-config", "--schema"):
-        done = typed(
-            bin_folder, tmp_path, "bash", "-c", f"minitron-pretrain {option} | head -1; exit ${{PIPESTATUS[0]}}"
-        )
-        assert done.stderr == "" and done.stdout.count("\n") == 1 and done.returncode in (0, 141)
+    line = f"minitron-pretrain {option} | head -1; exit ${{PIPESTATUS[0]}}"
+    done = typed(bin_folder, tmp_path, "bash", "-c", line)
+    assert done.stderr == "" and done.stdout.count("\n") == 1 and done.returncode in (0, 141)
 
 
 # ---- lines that install ----------------------------------------------------------------------------------------------

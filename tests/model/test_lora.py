@@ -128,6 +128,8 @@ def assert_layout(ranks, monkeypatch):
     monkeypatch.setattr(test_invariance, "train_steps", train_adapters)  # of the twin
 
     def check(world, base, change, layout, **more):
+        layers = {} if "vp" in layout else {"num_layers": 2}
+        change = {**change, "model": change["model"] | layers}
         assert_equals_one_process(ranks, world, base, change, axes(layout), more, run=train_adapters)
 
     return check

@@ -25,8 +25,8 @@ from test_invariance import axes
 
 E4M3 = torch.float8_e4m3fn
 SIZES = {
-    "model": {"num_layers": 4, "hidden_size": 128, "ffn_hidden_size": 128, "num_kv_heads": 8, "max_positions": 64},
-    "train": {"seq_len": 64, "steps": 4, "global_batch_size": 8},
+    "model": {"num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 128, "num_kv_heads": 8, "max_positions": 64},
+    "train": {"seq_len": 64, "steps": 4, "global_batch_size": 4},
 }
 TINY = {"model": {"hidden_size": 16, "ffn_hidden_size": 16, "num_heads": 1, "num_kv_heads": 1, "num_layers": 2}}
 recipes = pytest.mark.parametrize("recipe", ["delayed", "current"])
@@ -142,8 +142,9 @@ def assert_the_same_run(ranks, world, cfg, other, *args):
 )
 def test_a_run_is_the_one_that_casts_bf16_weights(ranks, world, layout, recipe):
     base = GPT3 if layout in ("pp=2", "tp=2", "cp=2") else LLAMA
-    batch = {"train": {"global_batch_size": 6}} if world == 3 else {}
-    cfg, other = (config(base, SIZES, fp8(recipe, kept), axes(layout), batch) for kept in (True, False))
+    more = {"train": {"global_batch_size": 6}} if world == 3 else {}
+    more |= {"model": {"num_layers": 4}} if "vp" in layout else {}
+    cfg, other = (config(base, SIZES, fp8(recipe, kept), axes(layout), more) for kept in (True, False))
     assert_the_same_run(ranks, world, cfg, other)
 
 
@@ -152,7 +153,8 @@ def test_a_run_is_the_one_that_casts_bf16_weights(ranks, world, layout, recipe):
 @pytest.mark.parametrize("world, layout", [(2, ""), (8, ""), (4, "pp=2")])
 def test_many_buckets_some_of_which_are_padding_on_some_ranks(ranks, recipe, world, layout):
     """A weight of 256 elements over 8 ranks in slices of 128: six ranks hold none of it, and gather it all the same."""
-    cfg, other = (config(LLAMA, SIZES, TINY, fp8(recipe, kept), axes(layout)) for kept in (True, False))
+    batch = {"train": {"global_batch_size": max(4, world)}}
+    cfg, other = (config(LLAMA, SIZES, TINY, fp8(recipe, kept), axes(layout), batch) for kept in (True, False))
     assert_the_same_run(ranks, world, cfg, other, 1024)
 
 
@@ -166,7 +168,7 @@ def test_a_skipped_update_leaves_the_weights_and_moves_the_scales(ranks, recipe,
 
 @recipes
 def test_blocks_in_bf16_and_recomputation_and_bf16_gradients(ranks, recipe):
-    more = {"train": {"recompute": "full"}, "optimizer": {"grad_dtype": "bf16"}}
+    more = {"train": {"recompute": "full"}, "optimizer": {"grad_dtype": "bf16"}, "model": {"num_layers": 4}}
     cfg, other = (config(LLAMA, SIZES, fp8(recipe, kept, fp8_bf16_layers=1), more) for kept in (True, False))
     assert_the_same_run(ranks, 2, cfg, other)
 

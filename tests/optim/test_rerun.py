@@ -73,7 +73,7 @@ def computed_twice(cfg, again: bool) -> tuple[list, set]:
 def test_a_step_computed_again_is_the_same_in_every_layout(ranks, world, base, change, layout, again):
     from test_invariance import axes
 
-    small = {"model": {"num_layers": 4}, "train": {"steps": 3, "global_batch_size": 4}}
+    small = {"model": {"num_layers": 4 if "vp" in layout else 2}, "train": {"steps": 3, "global_batch_size": 4}}
     cfg = config(base, small, change, axes(layout))
     for found in ranks(world, computed_twice, cfg, again, timeout=600):
         assert len(found) == 3

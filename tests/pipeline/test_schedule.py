@@ -91,7 +91,7 @@ def dependencies_only(schedule, forward, backward, weight=0):
 # What a schedule promises
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(LAYOUTS, st.integers(2, 4), st.integers(0, 40))
 def test_training_schedules_keep_their_promises(layout, backward, more_layers):
     """No deadlock, nothing lost (check), the bubble of the theory, bounded memory, every layer once."""
@@ -139,7 +139,7 @@ def test_any_ratio_of_forward_and_backward(layout, forward, backward):
 PIPELINES = st.tuples(st.integers(1, 8), st.integers(1, 20))  # pp, microbatches
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(PIPELINES)
 def test_zb_h1_keeps_its_promises(layout):
     """A third of 1F1B's bubble if the three parts of the work are equal, no more memory, gradients in 1F1B's order."""
@@ -161,7 +161,7 @@ def test_zb_h1_keeps_its_promises(layout):
         ]
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(PIPELINES, st.integers(1, 9), st.integers(1, 9), st.integers(1, 9))
 def test_any_ratio_of_the_three_parts(layout, forward, inputs, weights):
     """Never slower than 1F1B; where an input's gradient takes longer than a forward, messages cost nothing."""
@@ -176,7 +176,7 @@ def test_any_ratio_of_the_three_parts(layout, forward, inputs, weights):
         assert fastest == m * (forward + backward) + (pp - 1) * (forward + inputs - weights)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(LAYOUTS)
 def test_forward_only_schedules(layout):
     pp, vp, m = layout

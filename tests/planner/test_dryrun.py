@@ -103,7 +103,7 @@ def name_of(value):
     )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("world,cfg", LAYOUTS, ids=name_of)
 def test_collectives_are_those_of_a_real_run(ranks, world, cfg):
     for rank, real in enumerate(ranks(world, real_trace, cfg)):
@@ -422,6 +422,7 @@ def run(argv):
     dryrun.command(cli.load(rest), options)
 
 
+@pytest.mark.slow
 def test_a_rank_of_2048_in_seconds_and_little_memory():
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     job = str(ROOT / "configs/gpt3_175b.yaml"), "train.global_batch_size=4096"

@@ -284,6 +284,7 @@ def cost_of_comparing() -> tuple[float, float]:
     return step, len(asked) / 12 * mean_of(10_000, add, 1) + mean_of(100, compare)
 
 
+@pytest.mark.slow
 def test_the_comparison_costs_under_half_a_percent_of_a_step(ranks):
     """Of one of 0.1 s; in processor time, for the machine has other work."""
     for step, more in ranks(2, cost_of_comparing):

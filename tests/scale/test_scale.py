@@ -48,7 +48,7 @@ def use_shared_files_on_each_rank():
 
 
 def test_an_open_by_all_ranks_exceeds_the_limit():
-    sums = table.staged(table.count, [512], use_shared_files_on_each_rank)
+    sums = table.staged(table.count, [128], use_shared_files_on_each_rank)
     assert {(s.phase, s.what) for s in sums if s.value > s.limit} == {
         ("start", "opens"),
         ("restart", "opens"),
@@ -59,15 +59,11 @@ def test_an_open_by_all_ranks_exceeds_the_limit():
     }
 
 
-def test_jobs_of_real_ranks():
-    jobs = table.staged(table.start, [(ranks, "nccl") for ranks in (32, 64, 128)])
-    print("\n" + table.started_table(jobs))
-    assert not (over := table.beyond(jobs)), "\n".join(over)
-
-
-@pytest.mark.slow
-def test_a_job_of_256_real_ranks():
-    jobs = table.staged(table.start, [(ranks, "nccl") for ranks in (32, 64, 128, 256)])
+@pytest.mark.parametrize(
+    "sizes", [(16, 32, 64), pytest.param((32, 64, 128, 256), marks=pytest.mark.slow)], ids=["up to 64", "up to 256"]
+)
+def test_jobs_of_real_ranks(sizes):
+    jobs = table.staged(table.start, [(ranks, "nccl") for ranks in sizes])
     print("\n" + table.started_table(jobs))
     assert not (over := table.beyond(jobs)), "\n".join(over)
 
