@@ -476,6 +476,12 @@ def test_the_table(capsys):
     assert max(map(len, text.splitlines())) <= 120
 
 
+@pytest.mark.parametrize("between", ["fp32", "bf16"])
+def test_the_report_says_that_each_rank_is_a_node(between):
+    cfg = settings(LLAMA, precision=dict(dtype="bf16"), optimizer=dict(reduce_dtype=between))
+    assert any("nodes" in line for line in dry_run(cfg, 2).replaced) == (between == "bf16")
+
+
 def test_the_fullest_rank_is_among_the_default_ones(capsys):
     """Of stages written by hand as 405B's, but fewer, it is neither the first nor the last one."""
     job = [str(ROOT / "configs/llama31_405b.yaml"), "train.global_batch_size=1024", "parallel.vp=1"]
