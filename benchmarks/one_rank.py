@@ -55,7 +55,7 @@ from minitron.optim.zero1 import Stats
 from minitron.pipeline import replay as recorded_steps
 from minitron.pipeline.schedule import TICKS, Forward, Operation
 from minitron.planner.dryrun.dryrun import choose_ranks, fake_world, recorded
-from minitron.planner.machine import Machine, choose_machine
+from minitron.planner.machine import Machine, choose_machine, read_machines
 from minitron.planner.plan import Step
 
 LEFT_OUT = (
@@ -366,6 +366,12 @@ def identity(args: argparse.Namespace, rank: int) -> dict:
     }
 
 
+def machine_of(gpu: str | None, fabric: str) -> Machine:
+    """Return the planner's machine of a GPU, by the name that its driver has for it; of an H200 on a CPU."""
+    names = {device.gpu: name for name, device in reversed(read_machines()[0].items())}
+    return choose_machine(next((name for title, name in names.items() if title in (gpu or "")), "h200"), fabric)
+
+
 def child(args: argparse.Namespace, rank: int) -> dict:
     """Measure another rank with the same options."""
     options = {"--world": args.world, "--rank": rank, "--graph": args.graph, "--steps": args.steps}
@@ -403,7 +409,7 @@ def main(argv: list[str] | None = None) -> dict:
     with cli.user_errors():
         rules.check(cfg, args.world)
         (rank,) = choose_ranks(args.rank, cfg.parallel.pp, args.world)
-        machine = choose_machine("h200", args.fabric)
+        machine = machine_of(record.environment()["gpu"], args.fabric)
         plan = None if args.alone else Step(cfg, args.world, machine)
     rows = {} if args.alone else others(args, cfg.parallel.pp, rank)  # before this process takes memory of the GPU
     figures = measured(fewer(cfg, args.world, args), args.world, rank, args, machine, laps)

@@ -1,10 +1,10 @@
 """Every recipe's ranks, each measured alone on a GPU: `python benchmarks/recipes.py [--missing --seconds S]`.
 
 Problem: sixty measurements do not fit into one stay on a machine. The idea: each is a row of results.jsonl
-(benchmarks/one_rank.py), and what has no row is missing. `--missing` runs that, one measurement on each GPU at a time
-(benchmarks/workers.py), and begins none that may last longer than `--seconds`; the next call goes on. A row is written
-when it exists. Every call writes recipes.md of the rows there are; a job's time, which takes those of three ranks, is
-simulated with today's schedule and planner.
+(benchmarks/one_rank.py), and what this kind of GPU has no row of is missing. `--missing` runs that, one on each GPU
+at a time (benchmarks/workers.py), and begins none that may last longer than `--seconds`; the next call goes on. A row
+is written when it exists. Every call writes recipes.md of the rows there are, a table for each kind of GPU; a job's
+time, which takes rows of three ranks, is simulated with today's schedule and planner.
 
     all recipes        a middle rank with the graph, in bf16 and FP8, and the first and the last one for the job's time
     175B, 70B, 405B    and the second pipeline rank; and the middle one eager
@@ -38,7 +38,6 @@ from benchmarks.workers import Workers
 from minitron.config import cli
 from minitron.config.schema import Config
 from minitron.planner.dryrun.dryrun import choose_ranks
-from minitron.planner.machine import choose_machine
 from minitron.planner.plan import Step, plan
 
 BOTH = (), ("precision.fp8=delayed",)
@@ -63,19 +62,20 @@ MOST_SECONDS = 180  # after which one counts as hanging
 LABEL = """\
 # One rank of every recipe
 
-Written by `python benchmarks/recipes.py`; no figure is typed in. **One H200 each, without traffic**: the partners of
-the rank are not there, what they send is made up ([`one_rank.py`](../one_rank.py)), and nobody is late.
+Written by `python benchmarks/recipes.py`; no figure is typed in. **One GPU each, without traffic**: the partners of
+the rank are not there, what they send is made up ([`one_rank.py`](../one_rank.py)), and no rank is late.
 
 - Step, busy (a kernel runs) and host (until the step is queued) are of the microbatches in the row. Nodes of the graph
   are per layer and microbatch. GiB is all that is taken of the device.
-- Job is no measurement: the schedule of the whole job, simulated with what the first, a middle and the last rank
-  measured, and the traffic that the planner expects. Planned is the planner's step on H100; published is what others
-  measured on the GPU named. These three are of the recipe's batch.
+- Job is *modelled (one rank, planned traffic)*: the schedule of the whole job, simulated with what the first, a middle
+  and the last rank measured, and the traffic that the planner expects; beside it the same without traffic. Planned is
+  the planner's step on the GPU of the table; published is what others measured on the GPU named. These are of the
+  recipe's batch.
 """
 TWO_GPUS = "Jobs of two GPUs: the step that both took (`benchmarks/step.py`), and what one rank at a time says of it."
 COLUMNS = (
     "recipe | GPUs | format | rank | graph | microbatches | step s | busy s | step / busy | host s | nodes | GiB "
-    "| job s | planned s | published s"
+    "| job s | without traffic s | planned s | published s"
 )
 
 
@@ -112,7 +112,7 @@ class Run:
         return " ".join(map(str, (*self.config, "rank", self.rank, "of", self.world, "graph", self.graph)))
 
     def row(self, rows: list[dict]) -> dict | None:
-        """The newest record of this run; None if it is missing."""
+        """The newest record of this run among those of one kind of GPU; None if it is missing."""
         options = argparse.Namespace(config=self.config, world=self.world, graph=self.graph)
         wanted = one_rank.identity(options, self.rank)
         return next((row for row in reversed(rows) if wanted.items() <= row.items()), None)
@@ -194,25 +194,33 @@ def configuration(recipe: str, keys: tuple[str, ...]) -> Config:
 # ---- what is missing ------------------------------------------------------------------------------------------------
 
 
-def todo(args: argparse.Namespace, tried: set[Run | Real]) -> list[Run | Real]:
-    """What has no row and was not tried: ranks that jobs' times need, what stands beside them, what takes all GPUs."""
+def of_gpu(rows: list[dict], gpu: str | None) -> list[dict]:
+    return [row for row in rows if row["gpu"] == gpu]
+
+
+def todo(args: argparse.Namespace, gpu: str | None, tried: set[Run | Real]) -> list[Run | Real]:
+    """What has no row of this kind of GPU and was not tried.
+
+    Ranks that jobs' times need come first, then what stands beside them, and what takes all GPUs.
+    """
     every = [(job, real) for _, job, real in checks()] if args.two_gpus else [(job, None) for job in jobs()]
     wanted: list[Run | Real] = [run for job, _ in every for run in (*job.support, job.main)]
     wanted += [real for _, real in every if real is not None] or [run for job, _ in every for run in job.beside]
-    rows = record.rows(args.results)
+    rows = of_gpu(record.rows(args.results), gpu)
     return [run for run in wanted if run not in tried and run.row(rows) is None]
 
 
 def run_missing(args: argparse.Namespace) -> int:
     """Run it until the time is over; return how many failed. None is begun that may take as long as the longest did."""
     end, tried, failed, longest = time.monotonic() + args.seconds, set(), 0, LEAST_SECONDS
+    gpu = record.environment()["gpu"]
     options = ["--results", str(args.results.resolve())] + (["--commit", args.commit] if args.commit else [])
     with Workers(args.workers) as workers:
         while True:
-            for run in todo(args, tried):
+            for run in todo(args, gpu, tried):
                 if (left := end - time.monotonic()) < longest:
                     print(f"{args.seconds:g} s are over; call it again for the rest", flush=True)
-                    tried.update(todo(args, tried))
+                    tried.update(todo(args, gpu, tried))
                     break
                 if run.gpus > len(workers.free) < workers.count:
                     break  # when others have ended
@@ -239,27 +247,35 @@ def run_missing(args: argparse.Namespace) -> int:
 
 
 def markdown(rows: list[dict]) -> str:
-    """A line a row, jobs in their order, and what is missing."""
-    lines, found, missing = [LABEL, f"| {COLUMNS} |", "|" + "---|" * (COLUMNS.count("|") + 1)], [], 0
+    """A table for each kind of GPU, H100 first: a line a row, jobs in their order, and what is missing."""
+    gpus = {row["gpu"] for row in rows if row["kind"] in ("one_rank", "step")}
+    lines = [LABEL.rstrip()]
+    for gpu in sorted(gpus, key=lambda gpu: ("H100" not in (gpu or ""), gpu or "")):
+        lines += [*table(gpu, of_gpu(rows, gpu)), *against_two_gpus(gpu, of_gpu(rows, gpu))]
+    return "\n".join(lines) + "\n"
+
+
+def table(gpu: str | None, rows: list[dict]) -> list[str]:
+    """Write what one kind of GPU measured. rows: of this kind."""
+    lines = ["", f"## {gpu or 'CPU'}", "", f"| {COLUMNS} |", "|" + "---|" * (COLUMNS.count("|") + 1)]
+    found, missing = [], 0
     for job in jobs():
         for run in sorted(job.runs, key=lambda run: (run.graph == "off", run.rank)):
             if (row := run.row(rows)) is None:
                 missing += 1
                 continue
             found.append(row)
-            lines.append(line(run, row, job_times(job, rows) if run == job.main else None))
+            lines.append(line(run, row, job_times(job, rows, gpu) if run == job.main else None))
     if missing:
         lines += ["", f"Not yet measured: {missing} of {missing + len(found)} rows."]
-    lines += against_two_gpus(rows)
-    origins = dict.fromkeys(map(record.origin, found))
-    return "\n".join([*lines, "", *origins]) + "\n"
+    return [*lines, "", *dict.fromkeys(map(record.origin, found))] if found else []
 
 
-def against_two_gpus(rows: list[dict]) -> list[str]:
+def against_two_gpus(gpu: str | None, rows: list[dict]) -> list[str]:
     """A table of what both GPUs took and what one rank alone says of it; nothing without rows."""
     lines = []
     for name, job, real in checks():
-        times, both = job_times(job, rows), real.row(rows)
+        times, both = job_times(job, rows, gpu), real.row(rows)
         if times is not None and both is not None:
             (said, quiet), took = times, both["step_seconds"]
             lines.append(
@@ -267,7 +283,7 @@ def against_two_gpus(rows: list[dict]) -> list[str]:
             )
     header = [
         "",
-        "## Held against two GPUs",
+        f"### Held against two {gpu or 'CPU'}s",
         "",
         TWO_GPUS,
         "",
@@ -280,13 +296,13 @@ def _off(said: float, took: float) -> str:
     return f"{100 * (said / took - 1):+.1f} %"
 
 
-def job_times(job: Job, rows: list[dict]) -> tuple[float, float] | None:
+def job_times(job: Job, rows: list[dict], gpu: str | None) -> tuple[float, float] | None:
     """Seconds of the job's step with the planner's traffic, and without any; None if a rank's row is missing."""
     main, cfg = job.main, configuration(job.main.recipe, job.main.keys)
     places = {one_rank.place(run.rank, cfg.parallel.pp, run.world): run.row(rows) for run in (*job.support, main)}
     if None in places.values():
         return None
-    step = Step(cfg, main.world, choose_machine("h200", main.fabric))
+    step = Step(cfg, main.world, one_rank.machine_of(gpu, main.fabric))
     return one_rank.job_seconds(step, main.world, places)
 
 
@@ -299,9 +315,10 @@ def line(run: Run, row: dict, times: tuple[float, float] | None) -> str:
     share = row["busy_seconds"] and row["step_seconds"] / row["busy_seconds"]
     figures = ((row["step_seconds"], 3), (row["busy_seconds"], 3), (share, 3), (row["host_seconds"], 3), (nodes, 0))
     cells += [_figure(value, digits) for value, digits in (*figures, (row["device_gib"], 1))]
-    job = ["", "", ""]
+    job = ["", "", "", ""]
     if not run.alone:
-        job = [_figure(times and times[0], 2), f"{planned(cfg, run):.2f}", published(cfg, run)]
+        job = [_figure(times and times[0], 2), _figure(times and times[1], 2)]
+        job += [f"{planned(cfg, run, row['gpu']):.2f}", published(cfg, run)]
     return f"| {' | '.join(map(str, cells + job))} |"
 
 
@@ -310,9 +327,9 @@ def _figure(value: float | None, digits: int) -> str:
 
 
 @lru_cache(None)
-def planned(cfg: Config, run: Run) -> float:
-    """The planner's seconds of the job's step on H100."""
-    return plan(cfg, run.world, choose_machine("h100", run.fabric)).step_seconds
+def planned(cfg: Config, run: Run, gpu: str | None) -> float:
+    """The planner's seconds of the job's step on this kind of GPU."""
+    return plan(cfg, run.world, one_rank.machine_of(gpu, run.fabric)).step_seconds
 
 
 def published(cfg: Config, run: Run) -> str:

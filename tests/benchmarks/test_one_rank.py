@@ -366,9 +366,9 @@ def test_missing_rows_are_run_until_the_time_is_over_and_shown(tmp_path, monkeyp
     assert recipes.main(missing) == 0 and begun() == [(0, "on")] * 2
     assert recipes.main(missing) == 0 and not begun()
     text = (tmp_path / "recipes.md").read_text()
-    seconds, quiet = recipes.job_times(next(recipes.jobs()), record.rows(results))
+    seconds, quiet = recipes.job_times(next(recipes.jobs()), record.rows(results), "H200")
     first = "| gpt3_175b | 128 | bf16 | 64 (pp 4 of 8) | on | 16 | 1.040 | 1.000 | 1.040 | 0.100 | 140 | 70.0 |"
-    assert f"{first} {seconds:.2f} |" in text and 64 * 12 * 0.006 < quiet < seconds < 64 * 12 * 0.012
+    assert f"{first} {seconds:.2f} | {quiet:.2f} |" in text and 64 * 12 * 0.006 < quiet < seconds < 64 * 12 * 0.012
     assert len(record.rows(results)) == 10
     assert "8.91 (h100) |" in text and "5.92 (h100) |" in text and "without traffic" in text
     assert "Not yet measured" not in text and "H200 at 700 W; torch 2; 2026-11-22, commit abc" in text
@@ -403,6 +403,27 @@ def test_an_earlier_row_stands_in_only_for_the_same_rank_of_the_same_job_on_the_
 
     assert found(ROW) == found(ROW | {"config": ROW["config"][::-1], "commit": "abc-dirty"}) == written
     assert found(ROW | change) is None
+
+
+def test_rows_of_another_gpu_are_missing_here_and_have_a_table_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(recipes, "RECIPES", [(*recipes.RECIPES[7][:3], ((),))])  # llama3_8b in bf16
+    row = {"dtype": "bf16", "fp8": "none", "replayed": True, "microbatches": 4, "layers": 16, "step_seconds": 1.0}
+    row |= dict.fromkeys(("busy_seconds", "host_seconds", "nodes"), None) | {"device_gib": 70.0}
+    (job,), rows = recipes.jobs(), []
+    for gpu in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"):
+        identity = one_rank.identity(Namespace(config=job.main.config, world=8, graph="on"), job.main.rank)
+        origin = {"gpu": gpu, "power_limit_watts": 700.0, "versions": {}, "time": "2026", "commit": "abc"}
+        rows.append(identity | row | origin)
+    results = tmp_path / "results.jsonl"
+    record.write(results, rows[0])
+    left = {
+        gpu: recipes.todo(Namespace(results=results, two_gpus=False), gpu, set()) for gpu in ("NVIDIA H200", "A100")
+    }
+    assert job.main in left["A100"] and job.main not in left["NVIDIA H200"]
+    page = recipes.markdown(rows)
+    assert 0 < page.index("## NVIDIA H100") < page.index("## NVIDIA H200") and "modelled" in page
+    machines = [one_rank.machine_of(row["gpu"], "ndr400").device.gpu for row in (*rows, {"gpu": None})]
+    assert machines == ["H200", "H100", "H200"]
 
 
 def test_a_measurement_that_hangs_is_ended_and_the_others_go_on(tmp_path, monkeypatch, capsys):
@@ -464,8 +485,8 @@ def test_jobs_of_two_gpus_are_held_against_the_real_ones(tmp_path, monkeypatch, 
     assert recipes.main([*call, "2"]) == 0, capsys.readouterr().out
     first, second, both = record.rows(results)
     assert (first["rank"], second["rank"], both["kind"], both["world"]) == (0, 1, "step", 2)
-    (said, quiet), took = recipes.job_times(job, [first, second]), both["step_seconds"]
-    assert recipes.job_times(job, [first]) is None
+    (said, quiet), took = recipes.job_times(job, [first, second], None), both["step_seconds"]
+    assert recipes.job_times(job, [first], None) is None
     line = f"| toy | {took:.4f} | {said:.4f} | {100 * (said / took - 1):+.1f} % | {quiet:.4f} |"
     assert line in (tmp_path / "recipes.md").read_text()
     named = [name for name, _, _ in original()]
