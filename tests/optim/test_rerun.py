@@ -303,13 +303,15 @@ def test_a_spike_that_is_skipped_is_no_overflow():
     assert values["spike"] == values["clean"] != values["overflow"]
 
 
-def test_a_step_that_is_not_finite_leaves_the_history():
-    """A spike right after it is still found."""
+@pytest.mark.parametrize("norm", [1.0, math.inf])
+def test_a_step_that_is_not_finite_leaves_the_history(norm):
+    """A spike right after it is still found. The optimizer itself skips a step whose norm is not finite."""
     compared = with_history(2.0, 0.5)
     batch = SimpleNamespace(samples=torch.tensor([7]), count=1)
     known = {name: list(values) for name, values in compared.history.items()}
     compared.runner.forward_backward = lambda _: (torch.tensor(math.nan), False)
-    assert compared.forward_backward([batch])[1]
+    with mock.patch.object(compared.gradients, "square_sum", return_value=torch.tensor(norm).double()):
+        assert compared.forward_backward([batch])[1] == math.isfinite(norm)
     assert {name: list(values) for name, values in compared.history.items()} == known
     compared.runner.forward_backward = lambda _: (torch.tensor(50.0), False)
     assert compared.forward_backward([batch])[1]

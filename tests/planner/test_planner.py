@@ -932,7 +932,7 @@ def everything(cfg, world, machine):
                 break
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4, "2.4-none")
 @pytest.mark.parametrize("memory_gib, recompute", [(8.0, "none"), (2.4, "none"), (2.0, "none"), (8.0, "full")])
 def test_the_search_finds_what_trying_everything_finds(memory_gib, recompute):
     """Also from a configuration that recomputes more than it needs to: the search never tried less than that."""
