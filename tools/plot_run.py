@@ -40,6 +40,7 @@ SMOOTH = 100  # points that a smoothed curve has, about
 FINAL_STEPS = 10  # the loss of single steps is noisy: the final loss is the mean of this many
 LARGEST_STEP, LARGEST = 1e15, 1e100  # that can be drawn
 NUMERICS = re.compile(r"grad_norm/[^/]+|fp8/[^/]+/[^/]+/underflows%")  # names in a record of log.numerics_every
+USUAL, ROOM = 0.95, 3  # a panel reaches to ROOM times what this share of its values stay below
 WELL_BELOW = 0.5  # nats; the perplexity is then less than exp(-0.5) = 61 % of the unigram model's
 
 # Bits of U+2800 for the dots of one braille character, [row][column].
@@ -83,6 +84,12 @@ def smoothed(values: list[float], window: int) -> list[float]:
                 total, count = total + sign * x, count + sign
         means.append(total / count if count else math.nan)
     return means
+
+
+def top(values: list[float]) -> float:
+    """Return the largest value that a panel shows at its height: of a few spikes it shows that they are there."""
+    ordered = sorted(finite(values))
+    return min(ordered[-1], ROOM * ordered[int(USUAL * (len(ordered) - 1))] or ordered[-1])
 
 
 def short_names(names: list[str]) -> list[str]:
@@ -263,8 +270,10 @@ def legend(runs: list[Run], entropy: bool, signs: dict[str, str]) -> list[str]:
         parts.append(" ".join([signs["entropy"]] * 3) + " unigram entropy")
     lines = [" " * MARGIN + "   ".join(parts)]
     if len(runs) > 1:
-        names = short_names([run.name for run in runs])
-        lines += [f"{' ' * MARGIN}{i}: {name}" for i, name in enumerate(names, start=1)]
+        own = len({run.unigram_entropy for run in runs}) > 1  # which line is whose?
+        for i, (run, name) in enumerate(zip(runs, short_names([run.name for run in runs])), start=1):
+            known = f", unigram entropy {run.unigram_entropy:.2f}" if own and run.unigram_entropy is not None else ""
+            lines.append(f"{' ' * MARGIN}{i}: {name}{known}")
     return lines
 
 
@@ -311,6 +320,7 @@ def picture(runs: list[Run], window: int | None = None):
 
     Below these, of one run: what `by_block` finds of its gradient norms and underflows.
     window: steps of the mean that is drawn over the loss and its gradient's norm; None: about SMOOTH means a curve.
+    Gradient norms above `top` are drawn at that height, as triangles, and count as that in the mean.
     """
     panels = {"gradient norm": "grad_norm", "learning rate": "learning_rate"}
     panels |= {"tokens/s": "tokens_per_second", "memory, GiB": "memory_gib"}
@@ -321,13 +331,19 @@ def picture(runs: list[Run], window: int | None = None):
     figure, grid = style.new(3.2 + 1.1 * sum(ratios[1:]), len(ratios), sharex=True, squeeze=False, height_ratios=ratios)
     above, *below = grid.flat[: 1 + len(panels)]
     for axes, (label, parts) in zip(grid.flat[1 + len(panels) :], maps.items()):
-        draw_map(axes, [step for step, _ in runs[0].numerics], parts, label)
-    entropies = sorted({run.unigram_entropy for run in runs if run.unigram_entropy is not None})
-    for entropy in entropies:
-        above.axhline(entropy, color=style.FAINT, linestyle="--", linewidth=1)
-        above.annotate(f"unigram entropy {entropy:.2f}", (1, entropy), (-4, 4), xycoords=("axes fraction", "data"),
-                       textcoords="offset points", ha="right", color=style.FAINT)  # fmt: skip
+        highest = top(sum(parts.values(), [])) if label.startswith("gradient") else None
+        draw_map(axes, [step for step, _ in runs[0].numerics], parts, label, highest)
     names = [name.replace("$", r"\$") for name in short_names([run.name for run in runs])]  # no formula
+    entropies = sorted({run.unigram_entropy for run in runs if run.unigram_entropy is not None})
+    for at, entropy in enumerate(entropies):
+        having = [i for i, run in enumerate(runs) if run.unigram_entropy == entropy]
+        shared = len(having) == len(runs)  # else the line has the colour of its first run, and names them all
+        color = style.FAINT if shared else style.CURVES[having[0] % len(style.CURVES)]
+        whose = "" if shared else ": " + ", ".join(names[i] for i in having)
+        above.axhline(entropy, color=color, linestyle="--", linewidth=1)
+        text = f"unigram entropy {entropy:.2f}{whose}"
+        above.annotate(text, (1 - at / len(entropies), entropy), (-4, 4), xycoords=("axes fraction", "data"),
+                       textcoords="offset points", ha="right", color=color)  # fmt: skip
 
     def curve(axes, run: Run, values: list[float], color: str, label: str | None) -> None:
         """Draw the values, pale where their mean is drawn over them."""
@@ -339,6 +355,7 @@ def picture(runs: list[Run], window: int | None = None):
             label = label and f"{label}, mean of {width} steps"
         axes.plot(run.steps, values, color=color, marker=point, label=label, zorder=3)
 
+    highest = max((top(run.grad_norm) for run in runs if finite(run.grad_norm)), default=0.0)
     for i, run in enumerate(runs):
         color = style.CURVES[i % len(style.CURVES)]
         name = "" if len(runs) == 1 else f"{names[i]}: "
@@ -349,15 +366,20 @@ def picture(runs: list[Run], window: int | None = None):
                        label=f"{name}validation", zorder=4)  # fmt: skip
         for axes, column in zip(below, panels.values()):
             if column == "grad_norm":
-                curve(axes, run, run.grad_norm, color, None)
+                curve(axes, run, [min(norm, highest) for norm in run.grad_norm], color, None)
+                if over := {step: norm for step, norm in zip(run.steps, run.grad_norm) if norm > highest}:
+                    step = max(over, key=over.__getitem__)
+                    label = f"{name}{len(over)} above, at most {over[step]:.3g} in step {step}"
+                    axes.plot(list(over), [highest] * len(over), "^", color=color, label=label, zorder=4)
+                    axes.legend(loc="upper right")
             else:
                 axes.plot(run.steps, getattr(run, column), color=color, marker=point)
     above.set_ylabel("loss (nats per token)")
-    above.legend()
+    figure.legend(*above.get_legend_handles_labels(), loc="outside upper center", ncols=2)
     above.set_title(f"Training of {Path(names[0]).name}" if len(runs) == 1 else f"Training of {len(runs)} runs")
     for axes, (label, column) in zip(below, panels.items()):
         axes.set_ylabel(label)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.08 * axes.dataLim.y1 or 1)
         form = "{:,.0f}" if column in ("tokens_per_second", "memory_gib") else "{:.3g}"
         axes.yaxis.set_major_formatter(lambda value, _, form=form: form.format(value))
     grid.flat[-1].set_xlabel("step")
@@ -367,18 +389,23 @@ def picture(runs: list[Run], window: int | None = None):
     return figure
 
 
-def draw_map(axes, steps: list[int], parts: dict[str, list[float]], label: str) -> None:
-    """Draw a row of colours for each part of the model, the first one on top, over the steps of its records."""
+def draw_map(axes, steps: list[int], parts: dict[str, list[float]], label: str, highest: float | None) -> None:
+    """Draw a row of colours for each part of the model, the first one on top, over the steps of its records.
+
+    highest: from here on all values have the darkest colour.
+    """
     from matplotlib.colors import LinearSegmentedColormap
 
     colors = LinearSegmentedColormap.from_list("", ["white", style.BLUE])
     before = steps[0] - (steps[1] - steps[0] if len(steps) > 1 else 1)
-    mesh = axes.pcolormesh([before, *steps], range(len(parts) + 1), list(parts.values()), cmap=colors, vmin=0)
+    mesh = axes.pcolormesh([before, *steps], range(len(parts) + 1), list(parts.values()), cmap=colors, vmin=0,
+                           vmax=highest)  # fmt: skip
     every = math.ceil(len(parts) / 12)
     axes.set_yticks([i + 0.5 for i in range(0, len(parts), every)], list(parts)[::every])
     axes.invert_yaxis()
     axes.set_ylabel(label)
-    axes.figure.colorbar(mesh, ax=axes, pad=0.01, aspect=12)
+    beyond = highest is not None and highest < max(map(max, (finite(row) for row in parts.values())))
+    axes.figure.colorbar(mesh, ax=axes, pad=0.01, aspect=12, extend="max" if beyond else "neither")
 
 
 def save_png(runs: list[Run], path: Path, window: int | None = None) -> None:

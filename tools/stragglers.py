@@ -3,7 +3,7 @@
 A run with `train.check_speed_every` (which is on) and a `log.dir` leaves in metrics.jsonl what every rank takes for its
 own work, without waiting for others. Shown is how many times as long that is as for the other ranks of the same
 pipeline stage (their median): a row is a rank, time goes to the right. One dark row is a slow GPU, eight are a slow
-node; dark spots here and there are noise.
+node; dark spots here and there are noise. If all is well the picture is pale blue.
 
     python tools/stragglers.py runs/llama             # terminal, and runs/llama/stragglers.png
 
@@ -24,12 +24,15 @@ from minitron.config import command
 from minitron.config.files import errors_as
 from minitron.config.text import printable
 from minitron.planner import style
+from minitron.planner.style import BLUE, GOLD, INK, RED, tint
 from minitron.supervise.metrics import rows, without_repeats
 
 LARGEST = 1e15  # of steps and seconds
 COLUMNS, ROWS = 60, 32  # of the terminal picture at most
 LIMITS = (1.05, 1.1, 1.25, 1.5)  # from here on a cell is darker
+KEYS = (f"below {LIMITS[0]}", *(f"from {limit}" for limit in LIMITS))
 UNICODE, ASCII = "·░▒▓█", ".:+*#"
+COLORS = tint(BLUE, 0.25), tint(GOLD, 0.45), GOLD, RED, INK
 
 
 @dataclass
@@ -98,8 +101,7 @@ def draw(times: Times, unicode: bool) -> str:
         lines.append(f"{'rank ' + name:>{width}} {shades}{'  <- slow' * bool(named)}")
     first, last = str(times.steps[0]), str(times.steps[-1])
     lines.append(f"{'step':>{width}} {first}{last:>{max(len(cells) - len(first), len(last) + 1)}}")
-    keys = [f"{sign} {f'from {low}' if low else f'below {LIMITS[0]}'}" for sign, low in zip(signs, (0, *LIMITS))]
-    return "\n".join([*lines, " " * (width + 1) + "  ".join(keys)])
+    return "\n".join([*lines, " " * (width + 1) + "  ".join(map(" ".join, zip(signs, KEYS)))])
 
 
 def verdict(times: Times) -> str:
@@ -116,15 +118,32 @@ def verdict(times: Times) -> str:
 
 def save_png(times: Times, path: Path) -> None:
     """Draw every rank and every comparison. Raises ValueError if that cannot be drawn or written."""
-    ranks = times.ratio.shape[1]
+    style.save_png(picture(times), path)
+
+
+@style.styled
+def picture(times: Times):
+    """Draw a row for each rank, with the terminal's limits as steps of colour; slow ranks are named beside theirs."""
+    from matplotlib.colors import BoundaryNorm, ListedColormap
+    from matplotlib.patches import Patch
+
+    steps, ranks = times.steps, times.ratio.shape[1]
     figure, axes = style.new(min(12.0, 2.0 + 0.2 * ranks))
-    edges = [*times.steps, 2 * times.steps[-1] - times.steps[-2] if len(times.steps) > 1 else times.steps[-1] + 1]
-    mesh = axes.pcolormesh(edges, np.arange(ranks + 1) - 0.5, times.ratio.T, cmap="Reds", vmin=1.0, vmax=LIMITS[-1])
+    before = steps[0] - (steps[1] - steps[0] if len(steps) > 1 else 1)  # a record is of the steps until its own
+    colors, norm = ListedColormap(COLORS), BoundaryNorm(LIMITS, len(COLORS), extend="both")
+    axes.pcolormesh([before, *steps], np.arange(ranks + 1) - 0.5, times.ratio.T, cmap=colors, norm=norm)
     axes.invert_yaxis()
-    axes.yaxis.get_major_locator().set_params(integer=True)
-    axes.set(xlabel="step", ylabel="rank", title="own time, by the median of the pipeline stage")
-    figure.colorbar(mesh, ax=axes, extend="max")
-    style.save_png(figure, path)
+    for axis in axes.xaxis, axes.yaxis:
+        axis.get_major_locator().set_params(integer=True)
+    slow = set().union(*times.slow)
+    for rank in slow - {rank + 1 for rank in slow}:  # the first of neighbours
+        axes.annotate("slow", (1, rank), (4, 0), xycoords=("axes fraction", "data"), textcoords="offset points",
+                      va="center", color=RED)  # fmt: skip
+    axes.set(xlabel="step", ylabel="rank", title="Own time of each rank" + ": none was slow" * (not slow))
+    patches = [Patch(color=color, label=key) for color, key in zip(COLORS, KEYS)]
+    title = "own time, divided by the median of the rank's pipeline stage"
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(KEYS), title=title)
+    return figure
 
 
 def main(argv: list[str]) -> None:

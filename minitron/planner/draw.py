@@ -11,15 +11,17 @@ forward of microbatch 3 through the rank's first chunk, 3A its backward; dashes 
     1 ..0a0A--1a1A--....
 
 Of a split backward 3A is the gradient of the input and 3w are those of the weights, which are part of --backward.
-The SVG is as wide as a page, with a microbatch's number in every box: of a long step it has the warm-up and a window
-of the steady part.  Forwards are blue, backwards orange, or gold and green where they are split; later chunks darker,
+Text is as wide as the terminal, the SVG as a page: of a long step they show the warm-up and a window of the steady
+part.  In the SVG forwards are blue, backwards orange, or gold and green where they are split; later chunks darker,
 idle time hatched.  Needs no torch and no GPU.
 """
 
 from itertools import accumulate
-from math import ceil, floor, inf, log10
+from math import ceil, floor, log10
 from pathlib import Path
+from shutil import get_terminal_size
 from string import ascii_lowercase
+from textwrap import fill
 
 from minitron.config.command import Parser
 from minitron.config.files import errors_as
@@ -29,8 +31,8 @@ from minitron.planner.check import check
 from minitron.planner.simulate import Timeline, simulate
 from minitron.planner.walk import Event
 
-WIDE = 200  # columns; most terminals wrap such a text beyond recognition
-MAX_COLUMNS = 10_000  # of text: durations that differ a thousandfold would fill the memory
+WIDTH, NARROWEST = 120, 40  # columns of text: without a terminal, and in any
+MOST = 1e6  # of the shortest operation in a step: where durations differ more than this there is little to see
 LEFT, TOP, ROW, GAP = 44, 58, 13, 2  # points: left of the plot, above it, a row's height, space between rows
 PLOT = 72 * style.WIDTH - LEFT - 12
 DIGIT = 0.65 * style.SMALL
@@ -52,18 +54,16 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     schedule = make(args.pp, args.vp, args.microbatches, args.schedule)
     timeline = simulate(schedule, args.forward, args.backward, args.transfer, args.weight, check(schedule))
-    text = draw_text(timeline)
+    width = max(NARROWEST, get_terminal_size((WIDTH, 0)).columns)
+    text = draw_text(timeline, width)
     if args.svg is not None:
         unwritable = f"--svg {args.svg} cannot be written"
         with errors_as(ValueError, lambda error: f"{unwritable} ({error}); name another file", OSError):
             args.svg.write_text(draw_svg(timeline), encoding="utf-8")
-    print(describe(timeline))
-    print(text)
+    print(describe(timeline), text, sep="\n")
     peaks = ", ".join(map(str, peak_activations(schedule)))
-    print(f"step {timeline.makespan:g} s; activations held at most, in chunks x microbatches, by rank: {peaks}")
-    columns = text.index("\n") if args.pp > 1 else len(text)
-    if columns > WIDE and args.svg is None:
-        print(f"The drawing is {columns} columns wide; --svg FILE makes one for the browser.")
+    held = f"activations held at most, in chunks x microbatches, by rank: {peaks}"
+    print(fill(notation(timeline), width), fill(f"step {timeline.makespan:g} s; {held}", width), sep="\n")
 
 
 def peak_activations(schedule: Schedule) -> tuple[int, ...]:
@@ -89,31 +89,44 @@ def heading(s: Schedule) -> str:
     return f"{kind}: pp {s.pp}, vp {s.vp}, microbatches {s.num_microbatches}"
 
 
-def draw_text(timeline: Timeline) -> str:
-    """Draw one row per rank; the shortest operation is as wide as its label, all others in proportion.
+def draw_text(timeline: Timeline, width: int = WIDTH) -> str:
+    """Draw one row per rank, in lines of at most `width` columns: `windows` of a long step, one below the other.
 
-    Raises ValueError for more than 26 chunks (letters) or MAX_COLUMNS columns.
+    The shortest operation is as wide as its label, all others in proportion. If five of the longest do not fit then,
+    all are narrower, and the shortest have a letter without a number. Raises ValueError for more than 26 chunks
+    (letters), or if a step is longer than MOST of its shortest operations.
     """
-    s = timeline.schedule
+    s, end = timeline.schedule, timeline.makespan
     if s.vp > len(ascii_lowercase):
         raise ValueError(f"vp={s.vp} has more chunks than the alphabet has letters; use vp=26 or less")
-    label = len(str(s.num_microbatches - 1)) + 1
-    shortest = min(event.end - event.start for event in timeline.events)
-    wide = label * timeline.makespan / shortest if shortest else inf  # 0: too short beside a long transfer
-    if not wide <= MAX_COLUMNS:  # a NaN is not: seconds without end less seconds without end
+    seconds = [event.end - event.start for event in timeline.events]
+    if not end <= MOST * min(seconds):  # a NaN is not: seconds without end less seconds without end
         fix = "use fewer microbatches, or times that differ less"
-        raise ValueError(f"the drawing would have {wide:.6g} columns, the limit is {MAX_COLUMNS}; {fix}")
+        raise ValueError(f"no drawing shows operations of {min(seconds):g} s in a step of {end:g} s; {fix}")
+    digits, room = len(str(s.pp - 1)), width - len(str(s.pp - 1)) - 1
+    scale = min((len(str(s.num_microbatches - 1)) + 1) / min(seconds), room / (5 * max(seconds)))  # columns per second
+    lines = []
+    for name, first, last in windows(timeline, room, digit=1, beside=1):
+        columns = floor((last - first) * scale + 0.5)
+        rows = [["."] * columns for _ in range(s.pp)]
+        for event in timeline.events:
+            start, stop = (floor((at - first) * scale + 0.5) for at in (event.start, event.end))
+            left, right, letter = max(start, 0), min(stop, columns), _letter(event.action)
+            if left < right:
+                label = f"{event.action.mb}{letter}" if right - left > len(str(event.action.mb)) else letter
+                rows[event.rank][left:right] = ("" if start < 0 else label).ljust(right - left, "-")
+        lines += [caption(timeline, name, first, last)] if last - first < end else []
+        lines += [f"{rank:>{digits}} {''.join(row)}" for rank, row in enumerate(rows)]
+    return "\n".join(lines)
 
-    def column(seconds: float) -> int:
-        return floor(label * seconds / shortest + 0.5)
 
-    rows = [["."] * column(timeline.makespan) for _ in range(s.pp)]
-    for event in timeline.events:
-        start, end = column(event.start), column(event.end)
-        text = f"{event.action.mb}{_letter(event.action)}"
-        rows[event.rank][start:end] = text.ljust(end - start, "-")[: end - start]
-    width = len(str(s.pp - 1))
-    return "\n".join(f"{rank:>{width}} {''.join(row)}" for rank, row in enumerate(rows))
+def notation(timeline: Timeline) -> str:
+    """Explain the signs of `draw_text` that this schedule has."""
+    kinds, vp = {type(event.action) for event in timeline.events}, timeline.schedule.vp
+    signs = ["0a: forward of microbatch 0", "0A: its backward" if kinds - {Forward} else ""]
+    signs.append("0w: its weight gradients, where 0A leaves them out" if BackwardWeight in kinds else "")
+    signs.append(f"a to {ascii_lowercase[vp - 1]}: the rank's chunks" if vp > 1 else "")
+    return "; ".join([*filter(None, signs), "--: an operation goes on", "..: idle"])
 
 
 def _letter(op: Operation) -> str:
@@ -123,16 +136,19 @@ def _letter(op: Operation) -> str:
     return letter if type(op) is Forward else letter.upper()
 
 
-def windows(timeline: Timeline) -> list[tuple[str, float, float]]:
-    """Choose parts of a step that fit on a page with a number in every box: (name, start, end) in seconds, one a row.
+def windows(
+    timeline: Timeline, room: float = PLOT, digit: float = DIGIT, beside: float = 2
+) -> list[tuple[str, float, float]]:
+    """Choose parts of a step that fit into `room` with a number in every box: (name, start, end) in seconds, one a row.
 
     A short step is one part, a longer one two halves. Of a long step the parts are the warm-up, and as much from the
     middle of the steady phase, which is between the last rank's first backward and the first rank's last forward. If
     durations differ so much that five of the longest do not fit, the shortest have no number.
+    digit: width of a number's digit; beside: what a box needs besides.
     """
     s, end = timeline.schedule, timeline.makespan
     seconds = [event.end - event.start for event in timeline.events]
-    span = max(PLOT * min(seconds) / (DIGIT * len(str(s.num_microbatches - 1)) + 2), 5 * max(seconds))
+    span = max(room * min(seconds) / (digit * len(str(s.num_microbatches - 1)) + beside), 5 * max(seconds))
     if end <= span:
         return [("whole step", 0.0, end)]
     if end <= 2 * span:
@@ -143,6 +159,12 @@ def windows(timeline: Timeline) -> list[tuple[str, float, float]]:
     middle = (begin_of_backwards + end_of_forwards) / 2
     start = min(max(middle - span / 2, span), end - span)
     return [("warm-up", 0.0, span), ("steady", start, start + span)]
+
+
+def caption(timeline: Timeline, name: str, start: float, end: float) -> str:
+    """Return the title of a window."""
+    of = f", {start:.4g} to {end:.4g} s of {timeline.makespan:.4g}" if end - start < timeline.makespan else ""
+    return name + of
 
 
 def draw_svg(timeline: Timeline, bubble: str | None = None) -> str:
@@ -167,8 +189,8 @@ def draw_svg(timeline: Timeline, bubble: str | None = None) -> str:
     ]
     for i, (name, start, end) in enumerate(shown):
         top, scale = TOP + i * panel + 14, PLOT / (end - start)  # points per second
-        of = "" if len(shown) == 1 else f", {start:.4g} to {end:.4g} s of {timeline.makespan:.4g}"
-        parts.append(f'<text x="{LEFT}" y="{top - 5}" font-weight="bold">{name}{of}</text>')
+        title = caption(timeline, name, start, end)
+        parts.append(f'<text x="{LEFT}" y="{top - 5}" font-weight="bold">{title}</text>')
         for rank in range(pp):
             y = top + rank * (ROW + GAP)
             parts.append(f'<text x="{LEFT - 4}" y="{y + ROW / 2 + 2.5}" text-anchor="end">rank {rank}</text>')

@@ -24,8 +24,9 @@ from minitron.planner.style import BLUE, GOLD, GREEN, GREY, ORANGE, PURPLE, RED,
 
 MOST_GPUS = 4096
 SAME = 1e-3  # of a step: parts whose seconds differ by less are the same in all plans
+ENLARGED = 0.5  # of a step: if the parts that differ are less, they have a panel
 NOTHING = 1e-6  # seconds: a part that is a difference of sums may be nothing but rounding
-NARROW = 0.07  # of the longest bar: a narrower part has its value beside the bar
+NARROW = 0.06  # of the longest bar: a narrower part has no number in it
 SECONDS = {  # parts of a step, in the order of tables and bars: their meanings and colours
     "gemm": ("matrix products", BLUE),
     "attention": ("attention", tint(BLUE, 0.7)),
@@ -172,45 +173,45 @@ def memory(job: Plan):
 
 @style.styled
 def time_bars(plans: list[Plan]):
-    """Draw bars of the parts of a step that differ between the plans, or of all parts of one plan, with seconds."""
-    first = plans[0]
-    seconds = {part: [p.seconds[part] for p in plans] for part in MEANINGS}
-    parts = [part for part in MEANINGS if max(seconds[part]) > NOTHING]
-    spread = {part: max(seconds[part]) - min(seconds[part]) for part in parts}
-    same = [part for part in parts if len(plans) > 1 and spread[part] < SAME * first.step_seconds]
-    parts = [part for part in parts if part not in same]
-    longest = max(sum(p.seconds[part] for part in parts) for p in plans) or SAME
-    unit, scale = ("ms", 1e3) if longest < 1 else ("s", 1)
-    values = {part: [scale * x for x in seconds[part]] for part in parts}
-    narrow, beside = NARROW * scale * longest, [[] for _ in plans]
-    for part, widths in values.items():
-        for texts, width in zip(beside, widths):
-            if width < narrow:
-                texts.append(f"{MEANINGS[part]} {width:.3g}")
-    lines = 1 + max(map(len, beside))
-    figure, axes = style.new(1.3 + max(0.36, 0.13 * lines) * len(plans))
-    left = [0.0] * len(plans)
-    for part, widths in values.items():
-        axes.barh(range(len(plans)), widths, 0.7, left, color=COLORS[part], label=MEANINGS[part])
-        ink = "white" if COLORS[part] in (BLUE, ORANGE, RED, GREEN) else style.INK
+    """Draw the step of each plan as a bar of its parts; below, enlarged, the parts that differ, if they are small."""
+    parts = [part for part in MEANINGS if max(p.seconds[part] for p in plans) > NOTHING]
+    seconds = {part: [p.seconds[part] for p in plans] for part in parts}
+    spread = {part: max(values) - min(values) for part, values in seconds.items()}
+    differ = [part for part in parts if spread[part] >= SAME * plans[0].step_seconds]
+    longest, growing = (max(sum(p.seconds[part] for part in some) for p in plans) for some in (parts, differ))
+    batch = ", batch in proportion to the GPUs" if len(plans) > 1 else ""
+    shown = {f"Where the time of a step goes{batch}": parts}
+    if 0 < growing < ENLARGED * longest:
+        shown["Enlarged: the parts that change with the number of GPUs"] = differ
+    figure, panels = style.new(1.0 + len(shown) * max(1.0, 0.4 + 0.2 * len(plans)), len(shown), squeeze=False)
+    for axes, (title, some) in zip(panels.flat, shown.items()):
+        draw_bars(axes, plans, {part: seconds[part] for part in some})
+        axes.set_title(title)
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    return figure
+
+
+def draw_bars(axes, plans: list[Plan], seconds: dict[str, list[float]]) -> None:
+    """Draw a bar of these parts for each plan. Numbers are in the parts, of one plan's narrow parts beside the bar."""
+    totals = [sum(values) for values in zip(*seconds.values())]
+    longest, left = max(totals), [0.0] * len(plans)
+    unit, scale, digits = ("ms", 1e3, 1) if longest < 1 else ("s", 1, 3)
+    texts = [[f"{scale * total:.{digits}f} {unit}"] for total in totals]
+    for part, values in seconds.items():
+        widths = [scale * x for x in values]
+        axes.barh(range(len(plans)), widths, 0.75, left, color=COLORS[part], label=MEANINGS[part])
+        ink = "white" if COLORS[part] in (BLUE, ORANGE, RED, GREEN, PURPLE) else style.INK
         for row, width in enumerate(widths):
-            if width >= narrow:
+            if width >= NARROW * scale * longest:
                 middle = left[row] + width / 2
                 axes.text(middle, row, f"{width:.3g}", color=ink, ha="center", va="center", fontsize=style.SMALL)
+            elif len(plans) == 1:
+                texts[row].append(f"{MEANINGS[part]} {width:.3g}")
         left = [x + width for x, width in zip(left, widths)]
-    for row, p in enumerate(plans):
-        text = "\n".join([f"{p.step_seconds:.3f} s a step", *beside[row]])
-        axes.text(left[row] + 0.01 * scale * longest, row, text, va="center", fontsize=style.SMALL)
+    for row, lines in enumerate(texts):
+        axes.text(left[row] + 0.01 * scale * longest, row, "\n".join(lines), va="center", fontsize=style.SMALL)
     axes.set_yticks(range(len(plans)), [f"{p.world} GPUs" for p in plans])
-    axes.set(xlim=(0, 1.5 * scale * longest), ylim=(len(plans) - 0.5, -0.5), xlabel=unit)
-    axes.set_title("Where the time of a step goes")
-    if same:
-        common = sum(first.seconds[part] for part in same)
-        words = "; ".join(f"{MEANINGS[part]} {first.seconds[part]:.3f}" for part in same)
-        axes.set_title("What differs in the time of a step, batch in proportion to the GPUs")
-        axes.set_xlabel(f"{unit} beside {common:.3f} s that all have: {words}", wrap=True)
-    figure.legend(loc="outside lower center", ncols=3)
-    return figure
+    axes.set(xlim=(0, (1.5 if len(plans) == 1 else 1.15) * scale * longest), ylim=(len(plans) - 0.5, -0.5), xlabel=unit)
 
 
 @style.styled

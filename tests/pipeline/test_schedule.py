@@ -1,5 +1,6 @@
 """Schedules are complete, deadlock-free and as fast as the theory says; `check` sees every planted defect."""
 
+import os
 import re
 import subprocess
 import sys
@@ -29,7 +30,19 @@ from minitron.pipeline.schedule import (
 )
 from minitron.planner import style
 from minitron.planner.check import check
-from minitron.planner.draw import MAX_COLUMNS, NAMES, PLOT, describe, draw_svg, draw_text, peak_activations, windows
+from minitron.planner.draw import (
+    MOST,
+    NAMES,
+    PLOT,
+    caption,
+    describe,
+    draw_svg,
+    draw_text,
+    main,
+    notation,
+    peak_activations,
+    windows,
+)
 from minitron.planner.simulate import simulate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -575,20 +588,25 @@ def test_impossible_layers(args, message):
 # Drawings
 
 
+def label_of(event):
+    letter = "abcd"[event.action.chunk]
+    letters = {Forward: letter, BackwardWeight: "w"}
+    return f"{event.action.mb}{letters.get(type(event.action), letter.upper())}"
+
+
 @settings(max_examples=50, deadline=None)
 @given(LAYOUTS, st.integers(1, 3), st.integers(1, 3))
 def test_text_shows_every_operation_at_its_time(layout, forward, backward):
     timeline = simulate(make(*layout), forward, backward)
-    rows = draw_text(timeline).splitlines()
+    rows = draw_text(timeline, 10_000).splitlines()
     columns = (len(str(layout[2] - 1)) + 1) / min(forward, backward)  # per second
     for rank, row in enumerate(rows):
         shown = [(cell.start(), *cell.groups()) for cell in re.finditer(r"(\d+)([a-z]|[A-Z])-*", row[2:])]
         events = [event for event in timeline.events if event.rank == rank]
         expected = []
         for event in events:
-            letter = "abcd"[event.action.chunk]
-            letter = letter if type(event.action) is Forward else letter.upper()
-            expected.append((int(event.start * columns + 0.5), str(event.action.mb), letter))
+            label = label_of(event)
+            expected.append((int(event.start * columns + 0.5), label[:-1], label[-1]))
         assert shown == expected
     assert len({len(row) for row in rows}) == 1
 
@@ -671,7 +689,10 @@ def test_drawings_name_the_schedule():
 
 @pytest.mark.parametrize(
     "layout, seconds, message",
-    [((2, 27, 2), (1, 1), "vp=27 has more chunks"), ((2, 1, 2), (1e-6, 1), f"the limit is {MAX_COLUMNS}")],
+    [
+        ((2, 27, 2), (1, 1), "vp=27 has more chunks"),
+        ((2, 1, 2), (1 / MOST, 1), "operations of 1e-06 s in a step of 3 s"),
+    ],
 )
 def test_impossible_drawings(layout, seconds, message):
     with pytest.raises(ValueError, match=message):
@@ -680,7 +701,7 @@ def test_impossible_drawings(layout, seconds, message):
 
 def draw_pipeline(*args):
     tool = [sys.executable, ROOT / "tools" / "draw_pipeline.py", *args]
-    return subprocess.run(tool, capture_output=True, text=True, timeout=600)
+    return subprocess.run(tool, capture_output=True, text=True, timeout=600, env=os.environ | {"COLUMNS": "120"})
 
 
 def test_tool_draws(tmp_path):
@@ -690,26 +711,68 @@ def test_tool_draws(tmp_path):
     assert result.returncode == 0 and result.stderr == ""
     assert describe(timeline) in result.stdout and draw_text(timeline) in result.stdout
     assert result.stdout.rstrip().endswith(", ".join(map(str, peak_activations(timeline.schedule))))
+    assert " ".join(notation(timeline).split()) in " ".join(result.stdout.split())  # its lines are broken
     assert max(map(len, result.stdout.splitlines())) <= 120
     assert svg.read_text(encoding="utf-8") == draw_svg(timeline)
 
 
 def test_tool_draws_split_backwards():
-    result = draw_pipeline("--pp", "4", "--microbatches", "8", "--schedule", "zb-h1", "--weight", "0.5")
-    timeline = simulate(make(4, 1, 8, "zb-h1"), 1, 2, weight_seconds=0.5)
+    result = draw_pipeline("--pp", "4", "--microbatches", "6", "--schedule", "zb-h1", "--weight", "0.5")
+    timeline = simulate(make(4, 1, 6, "zb-h1"), 1, 2, weight_seconds=0.5)
     rows = draw_text(timeline).splitlines()
     assert result.stdout.splitlines()[1:5] == rows and "ZB-H1" in result.stdout
-    assert all(f"{mb}w" in rows[3] and f"{mb}A--" in rows[3] for mb in range(8)) and "w" not in rows[0]
+    assert all(f"{mb}w" in rows[3] and f"{mb}A--" in rows[3] for mb in range(6)) and "w" not in rows[0]
     assert "weight gradients" in draw_svg(timeline) and "weight gradients" not in draw_svg(
         simulate(make(4, 1, 8), 1, 2)
     )
 
 
-def test_tool_hints_at_the_svg_of_a_wide_drawing(tmp_path):
-    hint = "columns wide; --svg FILE makes one for the browser"
-    assert hint in draw_pipeline("--pp", "2", "--microbatches", "40").stdout
-    assert hint not in draw_pipeline("--pp", "2", "--microbatches", "4").stdout
-    assert hint not in draw_pipeline("--pp", "2", "--microbatches", "40", "--svg", tmp_path / "wide.svg").stdout
+@settings(max_examples=25, deadline=None)
+@given(LAYOUTS, st.integers(40, 90), st.sampled_from([(1, 2, None), (1, 2, 0.01), (3, 1, None), (0.1, 50, None)]))
+def test_every_line_of_text_fits_and_labels_are_those_of_operations(layout, width, durations):
+    """64 microbatches were lines of 500 columns."""
+    forward, backward, weight = durations
+    pp, vp, mbs = layout
+    split = {} if weight is None or vp > 1 else {"weight_seconds": weight}
+    timeline = simulate(make(pp, vp, mbs, "zb-h1" if split else "1f1b"), forward, backward, **split)
+    lines = draw_text(timeline, width).splitlines()
+    assert max(map(len, lines)) <= width
+    shown = windows(timeline, width - 2, digit=1, beside=1)
+    titles = [caption(timeline, *window) for window in shown] if len(shown) > 1 else []
+    assert [line for line in lines if not line[0].isdigit()] == titles and len(lines) == len(titles) + pp * len(shown)
+    for rank in range(pp):
+        for (_, start, end), row in zip(shown, [line[2:] for line in lines if line.startswith(f"{rank} ")]):
+            events = [e for e in timeline.events if e.rank == rank and e.start < end and start < e.end]
+            labels = map(label_of, events)  # in this order; operations that are too short have none
+            assert all(label in labels for label in re.findall(r"\d+[a-zA-Z]", row))
+
+
+@pytest.mark.parametrize("layout", [(8, 1, 64), (4, 2, 256), (2, 1, 40, "zb-h1")])
+def test_the_text_of_a_long_step_has_the_windows_of_the_svg(layout):
+    text = draw_text(timeline := simulate(make(*layout), 1, 2))
+    titles = [line for line in text.splitlines() if not line[0].isdigit()]
+    assert [title.split(",")[0] for title in titles] == ["warm-up", "steady"]
+    assert "0a" in text.splitlines()[1] and titles[1].endswith(f" s of {timeline.makespan:.4g}")
+    steady = text.split(titles[1] + "\n")[1]
+    assert "." not in steady and re.search(r"\d+a", steady) and re.search(r"\d+A", steady)
+
+
+@pytest.mark.parametrize("columns, widest", [("60", 60), ("7", 40), ("130", 130)])
+def test_the_tool_is_as_wide_as_the_terminal(columns, widest, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", columns)
+    main(["--pp", "8", "--microbatches", "64"])
+    assert widest - 5 <= max(map(len, capsys.readouterr().out.splitlines())) <= max(widest, 70)
+
+
+def test_the_notation_explains_the_signs_that_are_drawn():
+    layouts = {(2, 1, 4): "aA", (2, 3, 4): "abcABC", (2, 1, 4, "zb-h1"): "aAw"}
+    for layout, letters in layouts.items():
+        timeline = simulate(make(*layout), 1, 2)
+        assert set(re.findall("[a-zA-Z]", draw_text(timeline))) == set(letters)
+        said = notation(timeline)
+        assert "0a: forward" in said and "0A:" in said and "--:" in said and "..:" in said
+        assert ("0w:" in said) == ("w" in letters) and ("a to c:" in said) == ("c" in letters)
+    assert "0A" not in notation(simulate(forward_only(2, 1, 4), 1, 1))
 
 
 @pytest.mark.parametrize(
@@ -719,8 +782,8 @@ def test_tool_hints_at_the_svg_of_a_wide_drawing(tmp_path):
         (["--pp", "x", "--microbatches", "2"], "invalid int value: 'x'"),
         (["--pp", "1", "--vp", "2", "--microbatches", "2"], "vp=2 interleaves"),
         (["--pp", "2", "--microbatches", "2", "--forward", "0"], "forward_seconds=0.0 must be positive"),
-        (["--pp", "2", "--microbatches", "2", "--transfer", "1e300"], f"inf columns, the limit is {MAX_COLUMNS}"),
-        (["--pp", "2", "--microbatches", "2", "--backward", "1e308"], f"inf columns, the limit is {MAX_COLUMNS}"),
+        (["--pp", "2", "--microbatches", "2", "--transfer", "1e300"], "no drawing shows operations of 0 s"),
+        (["--pp", "2", "--microbatches", "2", "--backward", "1e308"], "no drawing shows operations of "),
         (["--pp", "2", "--microbatches", "2", "--svg", "missing/schedule.svg"], "No such file or directory"),
     ],
 )

@@ -222,5 +222,5 @@ def test_a_run_s_name_is_no_escape_and_no_formula(tmp_path, capsys):
     plot_run.main([*map(str, folders), "--png", str(tmp_path / "loss.png")])
     out = capsys.readouterr().out
     assert "\x1b" not in out and "\nc" not in out and (tmp_path / "loss.png").stat().st_size
-    axes = plot_run.picture([plot_run.read_run(folder) for folder in folders]).axes[0]
-    assert all(plain(text.get_text()) for text in axes.get_legend().texts)
+    figure = plot_run.picture([plot_run.read_run(folder) for folder in folders])
+    assert all(plain(text.get_text()) for text in figure.legends[0].texts)

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 from benchmarks import table
@@ -13,7 +14,7 @@ from minitron.planner import command, pictures, style
 from minitron.planner.draw import draw_svg
 from minitron.planner.machine import choose_machine
 from minitron.planner.simulate import simulate
-from tools import plot_run
+from tools import plot_run, stragglers
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,6 +34,7 @@ def figures():
     run = plot_run.Run("run", 5.0, [1, 2], [3.0, 2.0], evals=[(2, 2.5)])
     run.tokens_per_second, run.memory_gib, run.grad_norm, run.learning_rate = ([1.0, 2.0] for _ in range(4))
     yield plot_run.picture([run])
+    yield stragglers.picture(stragglers.Times([10, 20], np.ones((2, 8)), np.ones((2, 8)), [[], [3]], []))
     yield table.draw(table.newest(table.RESULTS))
     yield table.draw_curves({"curves": {"bf16": [3.0, 2.0], "block": [3.1, 2.0]}, "steps": 20})
 

@@ -146,7 +146,9 @@ def test_several_runs_are_numbered_at_their_ends():
     lines = plot_run.draw(runs, unicode=True).split("\n")
     good, bad = (next(i for i, line in enumerate(lines) if line.endswith(f" {n}")) for n in (1, 2))
     assert bad < good
-    assert lines[-2].strip() == "1: good" and lines[-1].strip() == "2: bad"
+    assert lines[-2].strip() == "1: good" and lines[-1].strip() == "2: bad, unigram entropy 5.00"
+    runs[0].unigram_entropy = 5.0  # one line of both
+    assert [line.strip() for line in plot_run.draw(runs, unicode=True).split("\n")[-2:]] == ["1: good", "2: bad"]
 
 
 @pytest.mark.parametrize("entropy", [None, 6.0])
@@ -215,7 +217,7 @@ def test_runs_are_compared_by_short_names_smoothed_with_gradient_norm_and_rate(t
     labels = ["loss (nats per token)", "gradient norm", "learning rate", "tokens/s", "memory, GiB"]
     assert [axes.get_ylabel() for axes in (loss, norm, rate, speed, memory)] == labels
     assert memory.get_xlabel() == "step" and loss.get_title(loc="left") == "Training of 2 runs"
-    legend = [text.get_text() for text in loss.get_legend().get_texts()]
+    legend = [text.get_text() for text in loss.figure.legends[0].get_texts()]
     assert legend == [f"{n}: {what}" for n in "ab" for what in ("training, mean of 2 steps", "validation")]
     assert [text.get_text() for text in loss.texts] == ["unigram entropy 7.50"]
     by_label = {line.get_label(): line for line in loss.lines}
@@ -228,6 +230,51 @@ def test_runs_are_compared_by_short_names_smoothed_with_gradient_norm_and_rate(t
         values, others = [1e-3, 3e-4][i], [line for axes in (norm, rate, speed, memory) for line in axes.lines]
         drawn = [[y for _, y in points(line)] for line in others if line.get_color() == smooth.get_color()]
         assert drawn == [pytest.approx([x] * 4) for x in (100 * values, values)] + [[100, 200, 300, 400], [61.25] * 4]
+
+
+def test_a_line_of_entropy_names_its_runs_if_others_have_another():
+    runs = [run_of([9.0, 2.0], entropy, name=name) for name, entropy in zip("abcd", (7.0, None, 7.0, 7.1))]
+    loss = plot_run.picture(runs).axes[0]
+    dashed = [(line.get_ydata()[0], line.get_color()) for line in loss.lines if line.get_linestyle() == "--"]
+    assert dashed == [(7.0, style.CURVES[0]), (7.1, style.CURVES[3])]
+    assert [(text.get_text(), text.get_color()) for text in loss.texts] == [
+        ("unigram entropy 7.00: a, c", style.CURVES[0]),
+        ("unigram entropy 7.10: d", style.CURVES[3]),
+    ]
+    first, second = (text.get_window_extent() for text in loss.texts)  # beside each other: the lines are close
+    assert not first.overlaps(second)
+
+
+@pytest.mark.parametrize("spikes", [{}, {70: 1e6}, {3: 1e6, 70: 2e6, 80: math.nan}])
+def test_a_spike_of_the_gradient_norm_is_a_triangle_in_a_panel_of_the_usual_size(spikes):
+    """Of a second run, too, which has none."""
+    usual = [1 + 0.01 * (step % 7) for step in range(1, 101)]
+    runs = [run_of([2.0] * 100, name=name) for name in "ab"]
+    runs[0].grad_norm = [spikes.get(step, norm) for step, norm in enumerate(usual, start=1)]
+    runs[1].grad_norm = usual
+    panel = plot_run.picture(runs, 1).axes[1]
+    assert max(usual) < panel.get_ylim()[1] < 4 * max(usual) and panel.get_ylim()[0] == 0
+    assert all(max(plot_run.finite(line.get_ydata())) < panel.get_ylim()[1] for line in panel.lines)
+    triangles = [line for line in panel.lines if line.get_marker() == "^"]
+    above = {step: norm for step, norm in spikes.items() if norm > 1e5}
+    assert [list(line.get_xdata()) for line in triangles] == ([list(above)] if above else [])
+    assert (panel.get_legend() is not None) == bool(above)
+    if above:
+        (said,) = (text.get_text() for text in panel.get_legend().get_texts())
+        step = max(above, key=above.get)
+        assert said.startswith("a: ") and f"{above[step]:.3g}" in said and said.endswith(f" step {step}")
+    # A run that diverges is no spike: its panel shows all.
+    runs[0].grad_norm = [1.0] * 50 + [1e6] * 50
+    panel = plot_run.picture(runs, 1).axes[1]
+    assert panel.get_ylim()[1] > 1e6 and panel.get_legend() is None
+
+
+@pytest.mark.parametrize("norms", [[0.0], [0.0, 1e6], [math.nan, 3.0], [0.0] * 99 + [5.0]])
+def test_panels_of_few_or_zero_norms(norms, recwarn):
+    run = run_of([2.0] * len(norms))
+    run.grad_norm = norms
+    bottom, top = plot_run.picture([run]).axes[1].get_ylim()
+    assert bottom == 0 < top and not recwarn.list
 
 
 def test_what_a_run_has_not_logged_has_no_panel_and_smoothing_has_its_option(tmp_path):
@@ -256,6 +303,11 @@ def test_maps_show_the_block_whose_numbers_go_wrong(tmp_path, capsys):
     assert underflows.collections[0].get_array().tolist() == [[0.5, 0.5], [1.0, 61.0]]
     assert [label.get_text() for label in underflows.get_yticklabels()] == ["blocks.0", "blocks.1"]
     assert len(plot_run.picture([run, run]).axes) == 2
+    run.numerics = [(step, {f"grad_norm/blocks.{i}": 1.0 for i in range(8)}) for step in range(1, 9)]
+    run.numerics[4][1]["grad_norm/blocks.3"] = 1e6  # its cell has the darkest colour, and others have one
+    (mesh,) = plot_run.picture([run]).axes[2].collections
+    assert mesh.norm.vmax < 10 and mesh.norm(1.0) > 0.2 and mesh.colorbar.extend == "max"
+    run = plot_run.read_run(tmp_path)
     plot_run.main([str(tmp_path)])
     assert "Most FP8 underflows: 61 % of blocks.1.mlp.up's gradient, step 4." in capsys.readouterr().out
 

@@ -5,6 +5,7 @@ import os
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_hex
 
 from tools import stragglers
 
@@ -33,6 +34,27 @@ def test_a_slow_rank_is_drawn_and_named(tmp_path, capsys):
     cells = rows[2].split()[2]
     assert len(cells) == 3 and cells[0] in "·." and cells[1] == cells[2] in "▒+"
     assert (tmp_path / "stragglers.png").stat().st_size > 1000
+
+
+def test_the_picture_is_coloured_as_the_terminal_and_names_slow_ranks(tmp_path):
+    """A usual rank was white, as if nothing had been drawn."""
+    ratios = [[0.9, 1.0, 1.06, 1.2], [1.0, 1.0, 1.3, 2.0], [1.0, 1.0, 1e6, 2.0]]
+    times = stragglers.Times([10, 20, 30], np.array(ratios), np.array(ratios), [[], [2, 3], [2]], [])
+    figure = stragglers.picture(times)
+    (axes,) = figure.axes
+    (mesh,) = axes.collections
+    drawn = [to_hex(color) for color in mesh.cmap(mesh.norm(np.ravel(ratios)))]
+    assert drawn == [stragglers.COLORS[sum(x >= limit for limit in stragglers.LIMITS)] for x in np.ravel(ratios)]
+    assert drawn[0] == drawn[1] != "#ffffff" and axes.get_xlim() == (0, 30)  # step 10 has the times of 1 to 10
+    legend = figure.legends[0]
+    keys = dict(zip((text.get_text() for text in legend.get_texts()), legend.get_patches()))
+    assert [to_hex(patch.get_facecolor()) for patch in keys.values()] == list(stragglers.COLORS)
+    assert list(keys) == list(stragglers.KEYS) and "median" in legend.get_title().get_text()
+    assert [(text.get_text(), text.xy[1]) for text in axes.texts] == [("slow", 2)]  # of neighbours the first
+    assert "none was slow" not in axes.get_title(loc="left")
+    times.slow = [[], [], []]
+    (well,) = stragglers.picture(times).axes
+    assert "none was slow" in well.get_title(loc="left") and not well.texts
 
 
 def test_a_run_of_many_ranks_and_steps_fits_the_terminal(tmp_path):
