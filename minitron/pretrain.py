@@ -42,7 +42,7 @@ from minitron.runtime.log import Log
 from minitron.runtime.rendezvous import Signer, joined
 from minitron.runtime.room import check_room
 from minitron.runtime.startup import Startup
-from minitron.runtime.status import RunError
+from minitron.runtime.status import RunError, why_it_ended
 from minitron.runtime.stop import Stop
 from minitron.runtime.watch import watched
 from minitron.train import Trainer, build, train
@@ -58,8 +58,9 @@ def main(
     with nullcontext(listener) if listener is not None else Listener(os.environ) as listener:
         try:
             stopped = run(argv, description, finetune, listener)
-        except BaseException:  # its line is written, or Python writes its traceback next
+        except BaseException as error:  # its line is written, or Python writes its traceback next
             listener.finish()
+            listener.tell_torchrun(why_it_ended(error), getattr(error, "code", 1))
             raise
     if stopped == signal.SIGINT and not listener.torchrun:  # torchrun would take a status for a failure
         raise SystemExit(128 + stopped)
@@ -207,6 +208,13 @@ def describe_run(log: Log, trainer: Trainer, data: Datasets, start: ResumePoint,
     for reader, resumed in (start.base_weights, False), (start.reader, start.resume):
         if reader is not None:
             notes += [f"{'resumed from' if resumed else 'weights of'} {reader.path}", reader.note]
+    if start.resume and start.step >= cfg.train.steps:
+        most = start.step + (len(data.train) - start.consumed_samples) // cfg.train.global_batch_size
+        notes.append(
+            f"no step is left: {start.reader.path} has done train.steps={cfg.train.steps}, and its data last to step "
+            f"{most}. To train on, set train.steps to that at most, or start another run from its weights: "
+            f"checkpoint.load={start.reader.path}, with another checkpoint.dir"
+        )
     for note in filter(None, notes):
         log.info(note)
 

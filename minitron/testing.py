@@ -1,5 +1,7 @@
 """Test parallel layers on CPU ranks: gloo workers that start once and run any function as a job of n ranks.
 
+`assert_layouts_agree` trains a toy model with classes of your own in every layout, and compares it with one process.
+
 Problem: a test of a parallel layer needs several processes with a process group between them. Starting eight Python
 processes that import torch takes longer than all the tests that use them, and a rank that fails or hangs leaves the
 others waiting in a collective. The idea:
@@ -29,6 +31,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import math
 import multiprocessing
 import os
 import pickle
@@ -39,11 +42,13 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from itertools import count
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -52,9 +57,27 @@ from torch import Tensor
 from minitron.comm import collectives as collectives  # with Axis and Mesh: all that a test of a layer needs, from here
 from minitron.comm.mesh import Axis as Axis
 from minitron.comm.mesh import Mesh as Mesh
+from minitron.config import cli, rules
+from minitron.config.schema import Config
+from minitron.data.loader import Loader
+from minitron.data.mock import MockDataset
+from minitron.kernels.param import Shard
+from minitron.model import gpt
+from minitron.optim.buckets import Gradients
+from minitron.train import Trainer, build
 
 # When one rank has failed, the others get this long to report a failure of their own.
 GRACE_SECONDS = 0.2
+
+# A toy that trains in a moment. AdamW's eps is above the rounding of gradients that nearly vanish.
+TOY = (
+    "model.num_layers=2 model.hidden_size=32 model.ffn_hidden_size=48 model.num_heads=8 model.num_kv_heads=4 "
+    "model.vocab_size=90 train.seq_len=32 train.micro_batch_size=1 train.global_batch_size=4 train.steps=3 "
+    "optimizer.lr=1e-3 optimizer.warmup_steps=0 optimizer.eps=1e-5 precision.dtype=fp32"
+).split()
+# Ranks, and keys of `parallel`: each axis alone, then several.
+LAYOUTS = [(2, ""), (2, "tp=2"), (2, "tp=2 sequence_parallel=false"), (2, "pp=2"), (2, "cp=2"), (4, "tp=2 pp=2")]
+LAYOUTS += [(8, "tp=2 pp=2 cp=2")]
 
 
 # ---- the parent's side --------------------------------------------------------------------------------------------
@@ -225,3 +248,85 @@ def assert_close_rel(actual: Tensor, expected: Tensor, tol: float = 1e-5, name: 
     # A NaN compares as False, so it fails.
     measured = f"norm of the difference {difference:.3e} > {bound:.3e}"
     assert difference <= bound, f"{label}: {measured} (tolerance {tol:g}, norm of the expected tensor {norm:.3e})"
+
+
+# ---- a change of the model ------------------------------------------------------------------------------------------
+
+
+def assert_layouts_agree(run: Callable, classes: dict[str, type], *keys: str, layouts=LAYOUTS, tol=1e-5) -> None:
+    """Assert that a toy trains in each layout as in one process, with `classes` in the place of minitron.model.gpt's.
+
+    run: `RankPool.run`, or the fixture `ranks`. classes: by the names that they replace, from modules that can be
+    imported. keys: overrides, as on the command line. Each rank's losses, gradient norms and gradients are compared.
+    """
+    load = lambda layout: cli.load([*TOY, *keys, *(f"parallel.{key}" for key in layout.split())])
+    ((figures, gradients),) = run(1, train_toy, load(""), classes)
+    whole = {name: grad for name, (grad, _) in gradients.items()}
+    for world, layout in layouts:
+        rules.check(cfg := load(layout), world)
+        where = f" of {world} with {layout or 'dp alone'}"
+        assert_same_training(run(world, train_toy, cfg, classes), figures, whole, tol, where)
+
+
+def assert_same_training(results: list, figures: list, whole: dict[str, Tensor], tol: float, where: str = "") -> None:
+    """Assert that what `train_toy` returned on all ranks is the figures and the gradients of one process."""
+    assert {name for _, gradients in results for name in gradients} == whole.keys()
+    for rank, (steps, gradients) in enumerate(results):
+        for name, (grad, shard) in gradients.items():
+            part = whole[name] if shard is None else shard.cut(whole[name])
+            assert_close_rel(grad, part, tol, f"gradient of {name} on rank {rank}{where}")
+        for step, (ours, theirs) in enumerate(zip(steps, figures, strict=True), 1):
+            for name, value in theirs.items():
+                assert math.isclose(ours[name], value, rel_tol=tol), f"{name} of step {step} on rank {rank}{where}"
+
+
+def train_toy(cfg: Config, classes: dict[str, type] | None = None, mesh: Mesh | None = None) -> tuple:
+    """Train some steps on random tokens; return all steps' figures, an evaluation's at last, and `first_gradients`."""
+    t, p = cfg.train, cfg.parallel
+    with mock.patch.multiple(gpt, **classes) if classes else ExitStack():
+        trainer = build(cfg, mesh or Mesh.create(tp=p.tp, pp=p.pp, cp=p.cp))
+    dataset = MockDataset(cfg.model.vocab_size, t.seq_len, t.global_batch_size * (t.steps + 1), t.seed, 10.0)
+    loader, gradients, figures = Loader(dataset, cfg, trainer.mesh), first_gradients(trainer), []
+    for step in range(t.steps):
+        stats = trainer.step(loader.step(step * t.global_batch_size, step), cfg.optimizer.lr)
+        figures.append(stats.read() | {"loss_scale": float(trainer.scaler.scale)})
+    loss, count = trainer.evaluate(loader.step(t.steps * t.global_batch_size, 0)).tolist()
+    loader.close()
+    return [*figures, {"loss": loss / count}], gradients
+
+
+def first_gradients(trainer: Trainer) -> dict[str, tuple[Tensor, Shard | None]]:
+    """Return {name: (local gradient, how it is cut)}, filled in the next step, between its backward and its update.
+
+    Gradients are sums over all tokens.
+    """
+    eager, gradients = getattr(trainer.runner, "eager", trainer.runner), dict[str, tuple[Tensor, Shard | None]]()
+    microbatches, finish = trainer.cfg.num_microbatches(trainer.mesh.dp.size), eager.finish
+    scale = float(trainer.scaler.backward_scale(microbatches))
+    shards = {p.spec.name: p.spec.shard for chunk in trainer.chunks for p in chunk.parameters()}
+
+    def finish_and_look() -> None:
+        finish()
+        if not gradients:
+            for name, grad in assemble(trainer.gradients, [b.grad_slice for b in trainer.gradients.buckets]).items():
+                gradients[name] = grad / scale, without_group(shards[name])
+
+    eager.finish = finish_and_look
+    return gradients
+
+
+def assemble(gradients: Gradients, slices: list[Tensor]) -> dict[str, Tensor]:
+    """One flat slice per bucket (gradients, moments) -> {name: whole local tensor}. Collective over dp_cp."""
+    result = {}
+    for bucket, part in zip(gradients.buckets, slices, strict=True):
+        flat, gathered = (part.new_empty(bucket.plan.size) for _ in range(2))
+        collectives.all_gather_into(gathered, part, gradients.mesh.dp_cp)
+        for rank, of_rank in enumerate(gathered.split(len(part))):
+            flat[bucket.plan.slice_of(rank)] = of_rank
+        result |= {name: flat[i : i + n].view(bucket.params[name].shape) for name, i, n in bucket.plan.spans}
+    return result
+
+
+def without_group(shard: Shard | None) -> Shard | None:
+    """Return a copy that can be sent to another process, which a process group cannot."""
+    return None if shard is None else replace(shard, axis=Axis("tp", shard.axis.rank, shard.axis.size, ()))

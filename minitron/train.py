@@ -121,8 +121,8 @@ class Trainer:
             f"{m.family}: {m.num_layers} layers, hidden {m.hidden_size}, "
             f"{here / 1e6:.2f} M parameters on rank {mesh.rank}{frozen} | tp {mesh.tp.size} pp {mesh.pp.size} "
             f"vp {len(self.chunks)} cp {mesh.cp.size} dp {mesh.dp.size} | {self.cfg.precision.dtype}, "
-            f"{self.kernels.names}, tp: {type(self.chunks[0].context.comm).__name__}, "
-            f"dp: {type(self.gradients.slices).__name__}"
+            f"{self.kernels.names}, tp: {self.chunks[0].context.comm.name}, "
+            f"dp: {self.gradients.slices.name}"
         )
 
 

@@ -25,13 +25,13 @@ import pytest
 import torch
 
 from attention_twin import PACKS, PLAIN_PACKS
-from layouts import _how, adapters_that_do_something, dataset_of, first_gradients, mesh_of, part_of
+from layouts import adapters_that_do_something, dataset_of, first_gradients, mesh_of, part_of
 from minitron.config import rules
 from minitron.config.schema import Config, ParallelConfig
 from minitron.data.loader import Loader
 from minitron.kernels import attention, fp8_scales, plain
 from minitron.pipeline import replay as graph
-from minitron.testing import assert_close_rel
+from minitron.testing import assert_close_rel, without_group
 from minitron.train import Trainer, build
 from replay import replayed
 
@@ -147,7 +147,7 @@ def weights(trainer: Trainer) -> dict:
     """{name: (this rank's part of a trained weight, how)}; those that are kept in FP8 are left out."""
     trainer.gradients.wait_parameters()
     trained = [p for chunk in trainer.chunks for p in chunk.parameters() if p.requires_grad and p.itemsize > 1]
-    return {p.spec.name: (p.detach().clone(), _how(p.spec.shard)) for p in trained}
+    return {p.spec.name: (p.detach().clone(), without_group(p.spec.shard)) for p in trained}
 
 
 def without_rounding(weights_in_fp8: bool) -> ExitStack:

@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 
 from minitron.checkpoint import format, load, reader
-from minitron.comm.collectives import all_gather_into, gather_along, reduce_scatter_along
+from minitron.comm.collectives import gather_along, reduce_scatter_along
 from minitron.comm.mesh import Mesh
 from minitron.config import sizes
 from minitron.config.schema import Config
-from minitron.data.loader import Loader
 from minitron.data.mock import MockDataset
 from minitron.kernels import fp8_scales
 from minitron.kernels.param import Shard
@@ -24,7 +23,9 @@ from minitron.optim import replicas
 from minitron.optim.buckets import Gradients
 from minitron.parallel.overlap import ProcessGroupComm
 from minitron.pipeline.schedule import Schedule, operations
-from minitron.train import Trainer, build
+from minitron.testing import assemble as assemble
+from minitron.testing import first_gradients as first_gradients
+from minitron.testing import train_toy
 
 DATA_PARALLEL = [
     "parallel.tp=1",
@@ -116,58 +117,9 @@ def dataset_of(cfg: Config) -> MockDataset:
 
 
 def train_steps(cfg: Config) -> tuple[list[dict], dict]:
-    """Train cfg.train.steps steps on this rank: each step's figures, and the first one's gradients by name.
-
-    Gradients are as `first_gradients` gives them.
-    """
+    """Train cfg.train.steps steps on this rank: each step's figures, and the first one's gradients by name."""
     torch.set_num_threads(1)
-    trainer, figures = build(cfg, mesh_of(cfg)), []
-    gradients = first_gradients(trainer)
-    loader = Loader(dataset_of(cfg), cfg, trainer.mesh)
-    for step in range(cfg.train.steps):
-        batches = loader.step(step * cfg.train.global_batch_size, step)
-        figures.append(trainer.step(batches, cfg.optimizer.lr).read() | {"loss_scale": float(trainer.scaler.scale)})
-    loss, count = trainer.evaluate(loader.step(cfg.train.steps * cfg.train.global_batch_size, 0)).tolist()
-    figures.append({"loss": loss / count})
-    loader.close()
-    return figures, gradients
-
-
-def first_gradients(trainer: Trainer) -> dict:
-    """Filled during the first step, between the backward and the update: {name: (local sum over all tokens, how)}.
-
-    `how` says which slices of the whole tensor that is: None, or (dim, [(local, full, length)...], full size).
-    """
-    params = {p.spec.name: p for chunk in trainer.chunks for p in chunk.parameters()}
-    eager = getattr(trainer.runner, "eager", trainer.runner)
-    gradients, finish = {}, eager.finish
-    scale = float(trainer.scaler.backward_scale(trainer.cfg.num_microbatches(trainer.mesh.dp.size)))
-
-    def finish_and_look():
-        finish()
-        if not gradients:
-            gradients.update(
-                {
-                    name: (grad / scale, _how(params[name].spec.shard))
-                    for name, grad in full_gradients(trainer.gradients).items()
-                }
-            )
-
-    eager.finish = finish_and_look
-    return gradients
-
-
-def assemble(gradients: Gradients, slices: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """One flat slice per bucket (gradients, moments) -> {name: whole local tensor}. Collective over dp_cp."""
-    result = {}
-    for bucket, part in zip(gradients.buckets, slices, strict=True):
-        flat, gathered = (part.new_empty(bucket.plan.size) for _ in range(2))
-        all_gather_into(gathered, part, gradients.mesh.dp_cp)
-        for rank, of_rank in enumerate(gathered.split(len(part))):
-            flat[bucket.plan.slice_of(rank)] = of_rank
-        for name, start, numel in bucket.plan.spans:
-            result[name] = flat[start : start + numel].view(bucket.params[name].shape)
-    return result
+    return train_toy(cfg, mesh=mesh_of(cfg))
 
 
 def full_gradients(gradients: Gradients) -> dict[str, torch.Tensor]:
@@ -175,16 +127,9 @@ def full_gradients(gradients: Gradients) -> dict[str, torch.Tensor]:
     return assemble(gradients, [bucket.grad_slice for bucket in gradients.buckets])
 
 
-def _how(shard: Shard | None):
-    return None if shard is None else (shard.dim, shard.slices(), sum(shard.chunks))
-
-
-def part_of(whole: torch.Tensor, how) -> torch.Tensor:
-    """The slices of a whole tensor that a rank with this `how` holds."""
-    if how is None:
-        return whole
-    dim, slices, _ = how
-    return torch.cat([whole.narrow(dim, start, length) for _, start, length in slices], dim)
+def part_of(whole: torch.Tensor, shard: Shard | None) -> torch.Tensor:
+    """Return the part of a whole tensor that the rank of this shard holds."""
+    return whole if shard is None else shard.cut(whole)
 
 
 def split_backwards(pp: int, vp: int, m: int) -> Schedule:

@@ -16,7 +16,7 @@ from layouts import GPT3, LLAMA, config, part_of, train_steps
 from minitron.config import rules
 from minitron.config.schema import ParallelConfig
 from minitron.optim.buckets import Gradients
-from minitron.testing import assert_close_rel
+from minitron.testing import assert_close_rel, assert_same_training
 
 TOLERANCE = 1e-5
 _twins: dict[str, tuple] = {}
@@ -49,14 +49,7 @@ def assert_equals_one_process(ranks, world: int, base: dict, change: dict, *layo
     cfg = config(base, size, change, *layout)
     rules.check(cfg, world)
     results = ranks(world, run, cfg, timeout=600)
-    for rank, (_, parts) in enumerate(results):
-        for name, (grad, how) in parts.items():
-            assert_close_rel(grad, part_of(gradients[name], how), TOLERANCE, f"gradient of {name} on rank {rank}")
-    assert {name for _, parts in results for name in parts} == gradients.keys()
-    for rank, (steps, _) in enumerate(results):
-        for step, (mine, expected) in enumerate(zip(steps, figures, strict=True)):
-            for key in expected:
-                assert mine[key] == pytest.approx(expected[key], rel=TOLERANCE), f"{key} of step {step} on rank {rank}"
+    assert_same_training(results, figures, gradients, TOLERANCE)
 
 
 def axes(text: str) -> dict:

@@ -24,6 +24,7 @@ import functools
 import multiprocessing
 import os
 import queue
+import shlex
 import signal
 import sys
 from collections import deque
@@ -40,6 +41,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
 from minitron.config.command import Parser, positive, run
+from minitron.config.text import printable
 from minitron.data.cache import Cache
 from minitron.data.indexed import IndexedWriter, best_dtype
 from minitron.interop.tokenizers import load_tokenizer
@@ -96,7 +98,8 @@ def preprocess(
 ) -> None:
     """Encode all inputs, in order, into OUTPUT_PREFIX_NAME_document; names: as the keys, if none are given.
 
-    check: only try the tokenizer and the first batch of each input.
+    Prints what they hold, and the command that trains on them. check: only try the tokenizer and the first batch of each
+    input.
     Raises ValueError for any defect of them, and when one of the datasets would be without tokens.
     """
     prefixes = [f"{output_prefix}_{name}_document" for name in names or job.keys]
@@ -119,6 +122,7 @@ def preprocess(
         "append_eod": job.append_eod,
     }
     total_bytes, num_tokens = sum(os.path.getsize(path) for path in files), dict.fromkeys(job.keys, 0)
+    num_documents = dict.fromkeys(job.keys, 0)
     with contextlib.ExitStack() as stack:
         dtype = best_dtype(tokenizer.vocab_size)
         writers = [stack.enter_context(IndexedWriter(prefix, dtype, sidecar)) for prefix in prefixes]
@@ -128,6 +132,7 @@ def preprocess(
             for key, writer, (tokens, lengths) in zip(job.keys, writers, encoded, strict=True):
                 _write(writer, tokens, lengths)
                 num_tokens[key] += sum(lengths)
+                num_documents[key] += len(lengths)
             bar.update(batch.read_bytes)
         for key, count in num_tokens.items():
             if not count:
@@ -135,6 +140,15 @@ def preprocess(
                     f"--input {' '.join(inputs)}: not a token under the key {key!r}; give files with "
                     "documents that are not empty"
                 )
+    for key, prefix in zip(job.keys, prefixes, strict=True):
+        counts = (
+            f"{num_documents[key]:,} documents, {num_tokens[key]:,} tokens, {os.path.getsize(f'{prefix}.bin'):,} bytes"
+        )
+        print(
+            f"{printable(prefix)}: {counts}; to train the quickstart's model on them, or a recipe that you name first:"
+        )
+        keys = f"data.paths=[{prefix}]", f"data.tokenizer={job.tokenizer}", f"model.vocab_size={tokenizer.vocab_size}"
+        print("python -m minitron.pretrain data.source=indexed", *(shlex.quote(printable(key)) for key in keys))
 
 
 def check_outputs(prefixes: list[str]) -> None:

@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 
 from minitron.config.names import keys_named, our_key
-from minitron.config.schema import accepted_types
+from minitron.config.schema import Shares, accepted_types
 from minitron.config.text import NUMBER, UNPRINTABLE, Unquoted, short, shown
 
 NULLS = ("null", "Null", "NULL")  # and in a file, as YAML has it, "~" and nothing
@@ -30,6 +30,7 @@ WRITTEN = (str.lower, str.title, str.upper)
 BOOLEANS = {write(word): value for word, value in yaml.SafeLoader.bool_values.items() for write in WRITTEN}
 INTEGER = re.compile(r"[+-]?(0|[1-9](_?[0-9])*)")
 NAMES = {int: "an integer", float: "a finite number", str: "text", bool: "true or false", NoneType: "null"}
+NAMES |= {Shares: "a list of numbers"}
 PLURALS = {int: "integers", float: "numbers", str: "texts"}
 # A value of each type, for errors about keys whose default shows none.
 EXAMPLES = {int: "8", float: "0.5", str: "NAME", tuple[int, ...]: "[8, 8]", tuple[str, ...]: "[NAME]"}
@@ -63,6 +64,8 @@ def merge(section: Any, tree: dict, origin: str = "", prefix: str = "") -> Any:
 
 def convert(accepted: tuple, value: Any) -> Any:
     """Convert the value that was read to one of the accepted types. Raises BadValue."""
+    if accepted[0] is Shares:
+        return convert((str,), Unquoted(",".join(map(str, value))) if isinstance(value, list) else value)
     kind, plain = accepted[0], isinstance(value, Unquoted)
     if isinstance(value, str):
         if "${" in value:

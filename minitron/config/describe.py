@@ -14,13 +14,14 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 from minitron.config.convert import type_name
-from minitron.config.schema import Config, accepted_types, keys
+from minitron.config.schema import Config, Shares, accepted_types, keys
 from minitron.config.text import shown
 
 DRY_RUN = "--dry-run --world N [--ranks first,middle,last,fullest] [--json]"
 USAGE = "[CONFIG.yaml or RECIPE ...] [section.key=value ...] [--print-config] [--dry-run --world N] [--schema] [--help]"
 # Text without quotes may look like a number to JSON: data.paths=[0.7,data/web].
 JSON_TYPES = {int: ["integer"], float: ["number"], str: ["string", "number"], bool: ["boolean"], NoneType: ["null"]}
+JSON_TYPES |= {Shares: ["array", "string", "number"]}
 
 
 def help_text(description: str) -> str:

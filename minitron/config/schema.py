@@ -19,7 +19,9 @@ import math
 import types
 from collections.abc import Iterator
 from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, NewType, Union, get_args, get_origin, get_type_hints
+
+Shares = NewType("Shares", str)  # 90,8,2 or [90, 8, 2]; kept as the text 90,8,2
 
 
 def key(default, meaning: str, within: str | None = None, needs: dict[str, tuple] | None = None):
@@ -208,7 +210,7 @@ class DataConfig:
     valid_paths: tuple[str, ...] = key(
         (), "sft: files to validate on; none: a share of paths", needs={"data.source": ("sft",)}
     )
-    split: str = key("969,30,1", "train, validation and test shares of the documents; sft with valid_paths: not read")
+    split: Shares = key("969,30,1", "shares of documents to train, validate, test on; sft with valid_paths: not read")
     tokenizer: str = key("corpus", "corpus, bytes, gpt2:DIR, llama3:FILE, llama2:FILE or hf:DIR")
     separate_documents: bool = key(False, "no attention across documents, positions restart in each")
     document_length: int | None = key(
@@ -266,6 +268,7 @@ class LoraConfig:
 @dataclass(frozen=True)
 class LogConfig:
     format: Literal["megatron", "megatron-core", "nemo"] = key("megatron", "form of the iteration line")
+    style: Literal["full", "short"] = key("full", "short: a line for people", None, {"log.format": ("megatron",)})
     every: int = key(1, "steps between iteration lines", COUNT)
     dir: str | None = key(None, "where config.yaml, metrics.jsonl, dllogger.json and a log per rank go; null: nowhere")
     tensorboard: str | bool = key(False, "event files: true: in log.dir/tensorboard, or a directory of their own")

@@ -209,12 +209,16 @@ def split_ranges(split: str, num_sequences: int) -> list[range]:
 
 def split_part(file: IndexedDataset | TokenizedFiles, split: str, which: int) -> range:
     """Return the sequences of TRAIN or VALID.  Raises ValueError if there are none."""
-    sequences = split_ranges(split, len(file))[which]
-    if not len(sequences):
-        purpose, share = ("train on", "first") if which == TRAIN else ("validate on", "second")
-        why = f"data.split={split} leaves none of the {len(file)} sequences of {file.prefix} to {purpose}"
-        raise ValueError(f"{why}; enlarge its {share} share")
-    return sequences
+    parts = split_ranges(split, len(file))
+    if not len(parts[which]):
+        counts = [len(part) for part in parts]
+        counts[max(range(3), key=lambda part: (counts[part], part))] -= 1  # the largest part gives one
+        counts[which] += 1
+        why = f"data.split={split} leaves none of the {len(file)} sequences of {file.prefix}"
+        fix = f"set for example data.split={','.join(map(str, counts))}"
+        fix = fix if counts[TRAIN] else "give more documents, or set train.eval_every=0"
+        raise ValueError(f"{why} to {'train' if which == TRAIN else 'validate'} on; {fix}")
+    return parts[which]
 
 
 def _open(prefix: str, spec: str, tokenizer: Tokenizer | None, vocab_size: int, cache: Cache) -> IndexedDataset:

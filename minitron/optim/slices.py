@@ -56,6 +56,7 @@ class ProcessGroupSlices:
         self.axis, self.local, self.across, self.device = mesh.dp_cp, mesh.local, mesh.across, mesh.device
         overlapped, narrow = overlap and mesh.device.type == "cuda", dtype != torch.float32
         self.stream = torch.cuda.Stream(mesh.device) if overlapped else None
+        self.name = "collectives" if self.axis.size > 1 else "one rank"  # for the log
         self._sum_parts, empty = sum_parts, partial(torch.empty, device=mesh.device)
         part = largest // self.local.size * (self.across.size > 1)
         self.received = empty(part, dtype=torch.bfloat16)
@@ -142,7 +143,7 @@ class SymmetricMemorySlices(ProcessGroupSlices):
 
     def __init__(self, nbytes: int, mesh: Mesh, dtype: torch.dtype, largest: int, overlap: bool, sum_parts: SumParts):
         super().__init__(mesh, dtype, largest, overlap, sum_parts)
-        self._used, self.nbytes = 0, nbytes
+        self._used, self.nbytes, self.name = 0, nbytes, "copies between GPUs"
         self._memory = SymmetricBuffer(self.local, nbytes, self.device)
         self._memory.own.zero_()
         self._copies, self._adds = torch.cuda.Stream(), torch.cuda.Stream()

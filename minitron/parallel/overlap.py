@@ -40,7 +40,7 @@ class ProcessGroupComm:
 
     Under sequence parallelism f is an all-gather and g a reduce-scatter. Otherwise f does nothing, and g is an
     all-reduce. overlap: collectives run beside the product that is independent of them. gather_axis: the ranks whose
-    inputs f gathers. nbytes: of symmetric memory.
+    inputs f gathers. nbytes: of symmetric memory. name: for the log.
     """
 
     nbytes = 0
@@ -48,6 +48,7 @@ class ProcessGroupComm:
     def __init__(self, axis: Axis, sequence_parallel: bool = True, overlap: bool = True):
         self.axis, self.overlap, self.sequence_parallel = axis, overlap, sequence_parallel and axis.size > 1
         self.gather_axis = axis if self.sequence_parallel else Axis.single()
+        self.name = "collectives" if axis.size > 1 else "one rank"
 
     def begin_pass(self) -> None:
         """Prepare a pass. The process group has no state to reset."""
@@ -111,6 +112,7 @@ class SymmetricMemoryComm(ProcessGroupComm):
 
     def __init__(self, axis: Axis, device: torch.device, dtype: torch.dtype, sum_parts: Callable[[Tensor], Tensor]):
         super().__init__(axis)
+        self.name = "copies beside products"
         self.device, self.dtype, self._sum_parts = device, dtype, sum_parts
         self.second_stream, self.copy_stream = torch.cuda.Stream(), torch.cuda.Stream(priority=-1)
         self._pieces = _pieces(axis.size, axis.rank)

@@ -30,6 +30,10 @@ STORE_FILES = 4  # connections of each rank to the store: rendezvous, stop, a re
 
 def set_defaults(environ: MutableMapping[str, str]) -> None:
     """Set the variables that are not set, and raise the limits on open files."""
+    if "OMP_WAIT_POLICY" not in environ:
+        # A thread of GNU's OpenMP waits for the others by spinning for milliseconds. If other programs use the cores,
+        # too, it takes the time of those that it waits for. So it sleeps after some microseconds.
+        environ.setdefault("GOMP_SPINCOUNT", "1000")
     for name, value in DEFAULTS.items():
         environ.setdefault(name, value)
     if not environ.keys() >= CACHES.keys():

@@ -1,7 +1,7 @@
 """What a run writes: an iteration line for people and parsers, files for tools, logs of ranks.
 
-    stdout           the iteration line in the form of log.format, from the last rank; after an evaluation Megatron's
-                     validation line, or NeMo's bar with val_loss; messages, from rank 0
+    stdout           the iteration line in the form of log.format or log.style, from the last rank; after an evaluation
+                     Megatron's validation line, or NeMo's bar with val_loss; messages, from rank 0
     log.dir/
       config.yaml    every key of the run, resolved; `python -m minitron.pretrain config.yaml` repeats it
       metrics.jsonl  one JSON object a line, appended by rank 0, with the time and its kind: "run" at each start, then
@@ -66,7 +66,7 @@ class Log(AbstractContextManager):
     def __init__(self, cfg: Config, rank: int, world: int, device_name: str = "cpu"):
         self.cfg, self.rank, self.world = cfg, rank, world
         name = "nemo pipe" if cfg.log.format == "nemo" and cfg.finetune.kind is not None else cfg.log.format
-        self._format = log_formats.FORMATS[name]
+        self._format = log_formats.short if cfg.log.style == "short" else log_formats.FORMATS[name]
         fp8 = cfg.precision.fp8 != "none"
         self.peak = None if cfg.precision.dtype == "fp32" else flops.peak_tflops(device_name, fp8)
         self._since_line: list[Iteration] = []
@@ -193,10 +193,8 @@ class Log(AbstractContextManager):
 
     def _line(self) -> Line:
         iterations = tuple(self._since_line) or (self._recent[-1],)  # an evaluation comes after the line of its step
-        t, (rates, mfu), now = self.cfg.train, self._rates(iterations), datetime.now()
-        return Line(
-            iterations, t.steps, t.global_batch_size, rates, now, self._steps, self._seconds, mfu, self._val_loss
-        )
+        t, (rates, mfu), done = self.cfg.train, self._rates(iterations), (datetime.now(), self._steps, self._seconds)
+        return Line(iterations, t.steps, t.global_batch_size, rates, *done, mfu, self._val_loss, t.seq_len)
 
     def _rates(self, iterations: Sequence[Iteration]) -> tuple[dict[str, float], float | None]:
         """Compute the mean TFLOP/s per GPU of some steps, by each of the three ways to count, and the MFU."""

@@ -3,6 +3,7 @@
     megatron        Megatron-LM with BigScience's TFLOPs; what the JUBE benchmark reads
     megatron-core   Megatron-LM today: a date, milliseconds, causal TFLOPs
     nemo            NeMo: a progress bar when pretraining, fields between bars when fine-tuning
+    short           for people (log.style): at most 100 columns, and columns that stay in place
     dllogger.json   NVIDIA DLLogger: "DLLL " and one JSON object a step
 
 Every function is pure: a `Line` holds the figures of a line, and tests/runtime/test_log.py parses each form with the
@@ -60,6 +61,7 @@ class Line:
 
     steps: of the whole run, of which this process has done `done` in `elapsed` seconds. batch: samples per step.
     tflops: per GPU, for each way to count (full, causal, hardware). mfu: a fraction. val_loss: of the last evaluation.
+    seq_len: tokens per sample.
     """
 
     iterations: tuple[Iteration, ...]
@@ -71,6 +73,7 @@ class Line:
     elapsed: float
     mfu: float | None = None
     val_loss: float | None = None
+    seq_len: int = 0
 
     @property
     def last(self) -> Iteration:
@@ -143,6 +146,22 @@ def nemo_pipe(line: Line) -> str:
     shown = {name: int(x) if float(x).is_integer() else format(x, ".4") for name, x in figures.items() if x is not None}
     start = f"Training epoch 0, iteration {last.step - 1}/{line.steps - 1}"
     return " | ".join([start, *(f"{name}: {x}" for name, x in shown.items())])
+
+
+def short(line: Line) -> str:
+    """Format for people: the progress, the loss, the speed, and when the last step will be done."""
+    step, skipped = line.last.step, sum(not it.advanced for it in line.iterations)
+    left = (line.steps - step) * line.elapsed / line.done
+    fields = (
+        f"step {step:{len(str(line.steps))}d}/{line.steps}",
+        None if line.loss is None else f"loss {line.loss:#7.5g}",
+        f"skipped {skipped}" if skipped else None,
+        f"{tqdm.format_sizeof(line.batch * line.seq_len / line.seconds):>5} tokens/s",
+        None if line.mfu is None else f"MFU {100 * line.mfu:.1f}%",
+        None if line.last.memory_gib is None else f"{line.last.memory_gib:.1f} GiB",
+        f"{left / 86400:.1f} days left" if left > 86400 else f"{tqdm.format_interval(left)} left",
+    )
+    return "  ".join(filter(None, fields))
 
 
 FORMATS = {"megatron": megatron, "megatron-core": megatron_core, "nemo": nemo_bar, "nemo pipe": nemo_pipe}

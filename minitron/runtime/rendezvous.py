@@ -38,7 +38,7 @@ from minitron.runtime.signals import Listener
 from minitron.runtime.status import LOST, RanksLost
 
 NAME_SECONDS = 60.0  # a name service may take so long to learn the name of a node that has just started
-AGAIN = "the first error in the logs of all nodes says why; start all ranks again"
+AGAIN = "the first error in all nodes' logs says why, or the kernel ended it (out of memory); start all ranks again"
 
 
 class Signer:

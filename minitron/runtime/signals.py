@@ -16,6 +16,9 @@ may be in C for minutes: in a rendezvous, in a collective. A rank does not learn
     afterwards                          SIGINT and SIGTERM end the process without a line
     always                              a rank ends when its torchrun has died; SIGBUS ends it, after a line
 
+torchrun ends with a page about the ranks that failed. A rank's last line is on that page, too, if the rank writes it to
+the file that torchrun has named (TORCHELASTIC_ERROR_FILE, in the format of torch's elastic ErrorHandler).
+
 SIGBUS comes from an instruction that uses a mapped file which has become shorter, or whose disk fails. A Python handler
 would run after that instruction, so never. The C library calls ours, which takes the interpreter's lock.
 
@@ -37,11 +40,13 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
+from minitron.config.files import write_json
 from minitron.runtime.status import LOST
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 TICK_SECONDS = 1.0
 LINE_SECONDS = 5.0  # that a last line may take
+LATER_SECONDS = 60  # torchrun takes the earliest failure for the cause; one without a file is as old as its page
 SIGACTION, SA_SIGINFO, SI_ADDR = "P128xiP", 4, 16  # C's struct of 64-bit Linux; where siginfo_t has the address
 
 
@@ -55,6 +60,7 @@ class Listener:
     def __init__(self, environ: Mapping[str, str]):
         self.begun = time.time()
         self.torchrun, self.parent = "TORCHELASTIC_RUN_ID" in environ, os.getppid()
+        self.error_file = environ.get("TORCHELASTIC_ERROR_FILE")
         self.quiet = environ.get("LOCAL_RANK", "0") != "0"  # the node's first rank writes the line for all
         self.alarm: Callable[[str], object] = _to_stderr
         self.kept, self.on_signal = 0, self._end_start
@@ -116,8 +122,17 @@ class Listener:
         self.exit_within(LINE_SECONDS, status)  # a disk hangs, or a pipe is full
         try:
             self.alarm(text)
+            self.tell_torchrun(text, status)
         finally:
             os._exit(status)
+
+    def tell_torchrun(self, why: str, status: int) -> None:
+        """Write why this rank ends with `status`, for torchrun's page. "": nothing."""
+        if why and self.error_file:
+            consequence = status == LOST or status > 128  # of another rank's end, or of torchrun's SIGTERM
+            when = str(int(time.time()) + LATER_SECONDS * consequence)
+            with suppress(OSError):
+                write_json(self.error_file, {"message": {"message": why, "extraInfo": {"timestamp": when}}})
 
     def exit_within(self, seconds: float, status: int) -> None:
         """End this process after so many seconds, in any state of its threads."""

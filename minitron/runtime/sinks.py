@@ -2,8 +2,8 @@
 
     log.tensorboard=true     event files in log.dir/tensorboard, or in the given directory
     log.wandb=PROJECT        a run of W&B in that project; WANDB_MODE=offline writes it to log.dir/wandb alone
-    log.prometheus=9400      http://HOST:9400/metrics of rank 0's node, as gauges minitron_step_loss, minitron_step_mfu;
-                             127.0.0.1:9400: only at this address
+    log.prometheus=9400      http://HOST:9400/metrics of rank 0's node, as gauges minitron_step_loss, minitron_step_mfu
+                             whose label `run` is the name of log.dir; 127.0.0.1:9400: only at this address
 
 Each gets the rows of metrics.jsonl, as `step/loss`, `step/tflops/full`, `eval/loss`, `numerics/grad_norm/blocks.3`;
 the first two also get the configuration. Only rank 0 has them. Their packages are extras, imported if a key needs them.
@@ -29,8 +29,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 from minitron.config.files import errors_as
 from minitron.config.installed import pip_install
@@ -165,8 +167,9 @@ class Prometheus:
         where, self.path = f"log.prometheus={cfg.log.prometheus}", "Prometheus"
         with _installed("prometheus", where, "the package prometheus-client", "null"):
             import prometheus_client
-        self._client, self._registry = prometheus_client, prometheus_client.CollectorRegistry()
-        self._gauges: dict = {}
+        self._registry, self._gauges = prometheus_client.CollectorRegistry(), dict[str, Any]()
+        self._gauge = partial(prometheus_client.Gauge, labelnames=["run"], registry=self._registry)
+        self._run = "" if cfg.log.dir is None else Path(cfg.log.dir).expanduser().resolve().name
         host, _, port = str(cfg.log.prometheus).rpartition(":")
         page = lambda: prometheus_client.generate_latest(self._registry)
         fix = "use another port or an address of this node, or null"
@@ -177,11 +180,11 @@ class Prometheus:
 
     def record(self, step: int, scalars: dict[str, float]) -> None:
         """Set the gauges to a step's scalars."""
-        for name, value in (scalars | {f"{next(iter(scalars)).split('/')[0]}/step": step}).items():
+        seconds = {"step/seconds": x for name, x in scalars.items() if name == "step/step_seconds"}  # a better name
+        for name, value in (scalars | seconds | {f"{next(iter(scalars)).split('/')[0]}/step": step}).items():
             if name not in self._gauges:
-                self._gauges[name] = self._client.Gauge(
-                    f"minitron_{re.sub('[^a-zA-Z0-9]', '_', name)}", f"{name} of metrics.jsonl", registry=self._registry
-                )
+                gauge = self._gauge(f"minitron_{re.sub('[^a-zA-Z0-9]', '_', name)}", f"{name} of metrics.jsonl")
+                self._gauges[name] = gauge.labels(self._run)
             self._gauges[name].set(value)
 
     def close(self) -> None:

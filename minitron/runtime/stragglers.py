@@ -42,6 +42,7 @@ from minitron.runtime.observer import LateCopy, Observer, StepDone
 
 STEPS = 20  # that are compared together
 SLOW_RATIO = 1.05  # times as long as the others
+CPU_SLOW_RATIO = 2.0  # on a busy machine: other programs use the caches and the other thread of a core
 
 
 class Stragglers(Observer):
@@ -54,6 +55,8 @@ class Stragglers(Observer):
     def __init__(self, mesh: Mesh, log: Log, cfg: TrainConfig):
         self.mesh, self.log, self.slow = mesh, log, set[int]()
         self.stopwatch, self.every = mesh.activity.stopwatch, cfg.check_speed_every
+        self.on_host = self.stopwatch is not None and self.stopwatch.add_now is None
+        self.slow_ratio = CPU_SLOW_RATIO if self.on_host else SLOW_RATIO
         self.times: deque[np.ndarray] = deque(maxlen=STEPS)  # [world] seconds, of the last steps
         self.waiting: tuple[int, LateCopy] | None = None
         if self.stopwatch is not None:
@@ -94,33 +97,33 @@ class Stragglers(Observer):
 
     def _judge(self, step: int, times: np.ndarray) -> None:
         """Find the slow ranks. Raise an alarm on a rank that was not slow before. times: [steps, world]."""
-        stages = [slower(stage) for stage in np.split(times, self.mesh.pp.size, 1)]
+        stages = [slower(stage, self.slow_ratio) for stage in np.split(times, self.mesh.pp.size, 1)]
         ratio, surely = (np.concatenate(parts) for parts in zip(*stages))
-        before = {rank for rank in self.slow if ratio[rank] > SLOW_RATIO}
+        before = {rank for rank in self.slow if ratio[rank] > self.slow_ratio}
         if over := sorted(self.slow - before):
             self.log.info(f"iteration {step}: {listed(over)}: no longer slower than others")
         self.slow = before | set(np.flatnonzero(surely).tolist())
         if (rank := self.mesh.rank) in self.slow - before:
             own, facts = float(np.median(times[:, rank])), driver_facts(self.mesh.device)
+            look = "" if self.on_host else ", heat and low clocks (nvidia-smi -q -d PERFORMANCE)"
             self.log.alarm(
                 f"warning: iterations {step - STEPS + 1} to {step}: {self.mesh.coordinates()} on {self.places[rank]} "
                 f"is slow: its own work took {own:.4g} s, without waiting for others, {ratio[rank] - 1:.0%} more than "
                 f"the {own / ratio[rank]:.4g} s of the other ranks of its pipeline stage (median); {facts}all ranks "
-                "wait for it. Look for other programs, heat and low clocks there (nvidia-smi -q -d PERFORMANCE), or "
-                "leave its node out"
+                f"wait for it. Look there for other programs{look}, or leave its node out"
             )
 
 
-def slower(times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def slower(times: np.ndarray, slow_ratio: float = SLOW_RATIO) -> tuple[np.ndarray, np.ndarray]:
     """Compare ranks with the same work. times: [steps, ranks] seconds.
 
     Returns two figures for each rank. The first is the median of its times over the median of the others' times. The
-    second is whether it is surely slower. Then in 19 of 20 steps it took SLOW_RATIO times as long as that median, and
+    second is whether it is surely slower. Then in 19 of 20 steps it took slow_ratio times as long as that median, and
     in 19 of 20 steps longer than the median of the others.
     """
     medians, low, high = np.median(times, 0), *np.sort(times, 0)[[1, -2]]
     usual = median_of_others(medians)
-    return medians / usual, (low > SLOW_RATIO * usual) & (low > median_of_others(high))
+    return medians / usual, (low > slow_ratio * usual) & (low > median_of_others(high))
 
 
 def median_of_others(x: np.ndarray) -> np.ndarray:

@@ -63,9 +63,9 @@ def watched(mesh: Mesh, log: Log, seconds: float, listener: Listener, signer: Si
             sleep(watch.grace)  # the report gives the reason; the process ends in this time
         log.current_traceback()
         raise RanksLost(
-            f"{mesh.coordinates()} failed in {mesh.activity}; most likely another rank has died, and the first error "
-            f"says why; start all ranks again. On {socket.gethostname()} it was: {first_line(error)}. The traceback is "
-            "in this rank's log"
+            f"{mesh.coordinates()} failed in {mesh.activity}; most likely another rank has died: the first error says "
+            f"why, or the kernel ended it (out of memory); start all ranks again. On {socket.gethostname()} it was: "
+            f"{first_line(error)}. The traceback is in this rank's log"
         ) from error
 
 
@@ -82,10 +82,10 @@ class _Watch:
             return
         self.hangs = True
         self.listener.exit_within(self.grace, HUNG)  # even if the report fails
+        what = f"{self.mesh.coordinates()} has not moved for {idle:.0f} s"
         host = f"  host: {self.mesh.activity}{self.mesh.activity.partners()}"
-        self.log.alarm(
-            "\n".join([f"{self.mesh.coordinates()} has not moved for {idle:.0f} s", host, *self._device(), *stacks()])
-        )
+        self.listener.tell_torchrun(f"{what} in {self.mesh.activity}", HUNG)
+        self.log.alarm("\n".join([what, host, *self._device(), *stacks()]))
         self._report_all()
 
     def _device(self) -> list[str]:
