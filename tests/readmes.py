@@ -14,5 +14,5 @@ def blocks(path: Path, language: str = "") -> list[str]:
 
 def program(path: Path, name: str) -> str:
     """Return the Python block whose first line, a docstring, names that file or test."""
-    (found,) = [block for block in blocks(path, "python") if name in block]
+    (found,) = [block for block in blocks(path, "python") if re.search(rf"(?<!\w){re.escape(name)}", block)]
     return found

@@ -155,6 +155,7 @@ BAD = {
         "[1, 2, 3, ${x}]",
     ],
 }
+BAD[schema.Shares] = BAD[str]
 
 
 def bad_values() -> list[str]:

@@ -188,6 +188,20 @@ def test_an_id_that_only_training_meets_is_one_line(tmp_path, monkeypatch):
     assert done.stderr.startswith("error: ") and "299" in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
+def test_a_finished_run_that_is_started_again_says_so_and_what_to_change(tmp_path):
+    """Following either advice trains on."""
+    words, saved = ["train.steps=2", f"checkpoint.dir={tmp_path / 'a'}"], tmp_path / "a" / "step_00000002"
+    first, again = pretrain(*words), pretrain(*words)
+    assert first.returncode == again.returncode == 0 and "no step is left" not in first.stdout
+    (line,) = [line for line in again.stdout.splitlines() if "no step is left" in line]
+    assert "train.steps" in line and f"checkpoint.load={saved}" in line and saved.exists()
+    assert "| consumed samples:" not in again.stdout
+    longer = pretrain(*words, "train.steps=3")
+    other = pretrain("train.steps=1", f"checkpoint.load={saved}", f"checkpoint.dir={tmp_path / 'b'}")
+    for done in longer, other:
+        assert done.stdout.count("| consumed samples:") == 1 and "no step is left" not in done.stdout, done.stderr
+
+
 # ---- a model without room -------------------------------------------------------------------------------------------
 
 

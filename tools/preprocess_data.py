@@ -98,8 +98,8 @@ def preprocess(
 ) -> None:
     """Encode all inputs, in order, into OUTPUT_PREFIX_NAME_document; names: as the keys, if none are given.
 
-    Prints what they hold, and the command that trains on them. check: only try the tokenizer and the first batch of each
-    input.
+    Prints what they hold, and the command that trains on them.
+    check: only try the tokenizer and the first batch of each input.
     Raises ValueError for any defect of them, and when one of the datasets would be without tokens.
     """
     prefixes = [f"{output_prefix}_{name}_document" for name in names or job.keys]

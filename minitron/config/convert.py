@@ -65,7 +65,8 @@ def merge(section: Any, tree: dict, origin: str = "", prefix: str = "") -> Any:
 def convert(accepted: tuple, value: Any) -> Any:
     """Convert the value that was read to one of the accepted types. Raises BadValue."""
     if accepted[0] is Shares:
-        return convert((str,), Unquoted(",".join(map(str, value))) if isinstance(value, list) else value)
+        numbers = isinstance(value, list) and convert((tuple[float, ...],), value)
+        return convert((str,), Unquoted(",".join(map(str, value))) if numbers else value)
     kind, plain = accepted[0], isinstance(value, Unquoted)
     if isinstance(value, str):
         if "${" in value:

@@ -21,7 +21,6 @@ DRY_RUN = "--dry-run --world N [--ranks first,middle,last,fullest] [--json]"
 USAGE = "[CONFIG.yaml or RECIPE ...] [section.key=value ...] [--print-config] [--dry-run --world N] [--schema] [--help]"
 # Text without quotes may look like a number to JSON: data.paths=[0.7,data/web].
 JSON_TYPES = {int: ["integer"], float: ["number"], str: ["string", "number"], bool: ["boolean"], NoneType: ["null"]}
-JSON_TYPES |= {Shares: ["array", "string", "number"]}
 
 
 def help_text(description: str) -> str:
@@ -58,6 +57,8 @@ def _typed(accepted: tuple, within: str | None = None) -> dict[str, Any]:
     kind, args = accepted[0], get_args(accepted[0])
     if get_origin(kind) is Literal:
         return {"enum": [*args, *([None] if NoneType in accepted else [])]}
+    if kind is Shares:
+        return {"type": ["array", "string", "number"], "items": {"type": "number"}, "minItems": 1}
     if is_dataclass(kind):
         properties = {f.name: _described(accepted_types(kind)[f.name], f) for f in fields(kind)}
         first, rest = ["object"], {"properties": properties, "additionalProperties": False}

@@ -159,7 +159,7 @@ def short(line: Line) -> str:
         f"{tqdm.format_sizeof(line.batch * line.seq_len / line.seconds):>5} tokens/s",
         None if line.mfu is None else f"MFU {100 * line.mfu:.1f}%",
         None if line.last.memory_gib is None else f"{line.last.memory_gib:.1f} GiB",
-        f"{left / 86400:.1f} days left" if left > 86400 else f"{tqdm.format_interval(left)} left",
+        f"{left / 86400:.1f}d left" if left > 86400 else f"{tqdm.format_interval(left)} left",
     )
     return "  ".join(filter(None, fields))
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minitron.config import cli, rules, schema
-from minitron.config.schema import Config, ModelConfig, OptimizerConfig, PrecisionConfig, RopeScaling
+from minitron.config.schema import Config, ModelConfig, OptimizerConfig, PrecisionConfig, RopeScaling, Shares
 from minitron.data.indexed import DataError
 from minitron.runtime.status import RunError
 
@@ -55,14 +55,14 @@ def test_values_become_what_the_field_says():
             "log.dir=runs/x=1",
             "train.deterministic=true",
             "optimizer.lr=1",
-            "data.split=100",
+            "data.split=[90, 8,2]",
         ]
     )
     assert cfg.optimizer.betas == (0.8, 0.1) and cfg.parallel.layers_per_stage == (3, 1)
     assert cfg.data.paths == ("0.3", "a", "0.7", "b")
     assert cfg.model.num_kv_heads is None and cfg.model.kv_heads == cfg.model.num_heads
     assert cfg.log.dir == "runs/x=1" and cfg.train.deterministic is True
-    assert isinstance(cfg.optimizer.lr, float) and cfg.data.split == "100"
+    assert isinstance(cfg.optimizer.lr, float) and cfg.data.split == "90,8,2"
     hash(cfg)  # frozen through and through: no list inside
     with pytest.raises(dataclasses.FrozenInstanceError):
         cfg.model.num_layers = 1
@@ -133,7 +133,7 @@ def test_help_lists_every_key(capsys):
         ("parallel.tpp=2", ["unknown key parallel.tpp", "did you mean parallel.tp?"]),
         ("train.lr=1", ["unknown key train.lr", "did you mean optimizer.lr?"]),
         ("model.rope_scaling.factr=8", ["did you mean model.rope_scaling.factor?"]),
-        ("log.qqq=2", ["unknown key log.qqq", "use one of log.format, log.every, log.dir, log.tensorboard"]),
+        ("log.qqq=2", ["unknown key log.qqq", "use one of log.format, log.style, log.every, log.dir, log.tensorboard"]),
         ("model.num_layers=many", ["model.num_layers=many is not an integer", "model.num_layers=4"]),
         ("model.num_layers=2.5", ["model.num_layers=2.5 is not an integer"]),
         ("model.num_layers=true", ["model.num_layers=true is not an integer"]),
@@ -154,7 +154,9 @@ def test_help_lists_every_key(capsys):
         ),
         ("log.tensorboard=3", ["log.tensorboard=3 is not text, or true or false"]),
         ("log.dir=???", ["log.dir=??? is not text, or null"]),
-        ("data.split=[9,1]", ["data.split=[9, 1] is not text"]),
+        ("log.dir=[9,1]", ["log.dir=[9, 1] is not text"]),
+        ("data.split=[9,a]", ["data.split=[9, a] is not a list of numbers", "data.split=969,30,1"]),
+        ("data.split=[]", ["data.split=[] is not a list of numbers"]),
         ("model.family=bert", ["model.family=bert is not one of llama, gpt", "model.family=llama"]),
         ("optimizer.betas=[0.9]", ["optimizer.betas=[0.9] is not a list of 2 numbers", "optimizer.betas=[0.9, 0.95]"]),
         ("data.paths=a", ["data.paths=a is not a list of texts", "data.paths=[NAME]"]),
@@ -387,6 +389,7 @@ def values_of(hint) -> st.SearchStrategy:
         float: st.floats(allow_nan=False, allow_infinity=False),
         bool: st.booleans(),
         str: texts,
+        Shares: texts,
         type(None): st.none(),
     }[hint]
 

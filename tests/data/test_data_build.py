@@ -2,13 +2,14 @@
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
 
 from minitron.config.schema import DataConfig
 from minitron.data import build as build_module
-from minitron.data.build import build_datasets, parse_paths, split_ranges
+from minitron.data.build import TRAIN, VALID, build_datasets, parse_paths, split_part, split_ranges
 from minitron.data.cache import Cache
 from minitron.data.gpt import GPTDataset
 from minitron.data.indexed import DataError, IndexedDataset, IndexedWriter
@@ -88,6 +89,24 @@ def test_a_malformed_split_is_an_error(split):
         split_ranges(split, 100)
 
 
+@pytest.mark.parametrize("sequences", [1, 2, 3, 7, 100])
+@pytest.mark.parametrize("split", ["1,0,0", "969,30,1", "0,1,1", "1,0,1", "0,0,1", "1e9,1,1"])
+@pytest.mark.parametrize("part", [TRAIN, VALID])
+def test_the_split_that_an_error_offers_serves_both_parts(sequences, split, part):
+    """In one step from an error about validation; from one about training, where validation is not asked for."""
+    file = type("File", (), {"__len__": lambda self: sequences, "prefix": "d"})()
+    if len(split_ranges(split, sequences)[part]):
+        assert split_part(file, split, part) == split_ranges(split, sequences)[part]
+        return
+    with pytest.raises(ValueError, match="leaves none of the") as error:
+        split_part(file, split, part)
+    offered = re.search(r"data\.split=(\S+)$", str(error.value))
+    if offered is None:
+        assert "train.eval_every=0" in str(error.value) and not (sequences > 1 and part == TRAIN)
+    else:
+        assert len(split_part(file, offered[1], part)) and len(split_ranges(offered[1], sequences)[TRAIN])
+
+
 @pytest.mark.parametrize(
     "paths, message",
     [
@@ -108,9 +127,9 @@ def test_malformed_paths_are_an_error(paths, message):
     [
         (
             dict(split="0,1,0"),
-            r"data\.split=0,1,0 leaves none of the 41 sequences of .*d to train on; enlarge its first share",
+            r"data\.split=0,1,0 leaves none of the 41 sequences of .*d to train on; set for example data\.split=1,40,0",
         ),
-        (dict(split="1,0,1"), r"data\.split=1,0,1 leaves none .* to validate on; enlarge its second share"),
+        (dict(split="1,0,1"), r"data\.split=1,0,1 leaves none .* to validate on; set for example data\.split="),
         (dict(seq_len=2000), r"hold 660 tokens, fewer than one sample of train\.seq_len=2000 \+ 1"),
         (dict(train_samples=0), "0 training samples were asked for; set train.steps"),
         (dict(source="corpus", tokenizer="bytes"), r"data\.tokenizer=bytes cannot read data\.source=corpus"),

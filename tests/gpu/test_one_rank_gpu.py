@@ -19,11 +19,11 @@ TOY = [
     "parallel.vp=1",
 ]
 LAYOUTS = [
-    (16, 0, "SymmetricMemoryComm", ["parallel.tp=4", "parallel.pp=2", "parallel.vp=2"]),
-    (16, 15, "SymmetricMemoryComm", ["parallel.tp=4", "parallel.pp=2", "parallel.vp=2"]),
-    (4, 1, "SymmetricMemorySlices", ["parallel.pp=1"]),
-    (64, 33, "ProcessGroupSlices", ["parallel.pp=4", "parallel.tp=2", "parallel.cp=2"]),
-    (4, 2, "ProcessGroupComm", ["parallel.pp=1", "parallel.cp=2", "parallel.cp_style=ulysses"]),
+    (16, 0, "tp: copies beside products", ["parallel.tp=4", "parallel.pp=2", "parallel.vp=2"]),
+    (16, 15, "tp: copies beside products", ["parallel.tp=4", "parallel.pp=2", "parallel.vp=2"]),
+    (4, 1, "dp: copies between GPUs", ["parallel.pp=1"]),
+    (64, 33, "dp: collectives", ["parallel.pp=4", "parallel.tp=2", "parallel.cp=2"]),
+    (4, 2, "tp: one rank", ["parallel.pp=1", "parallel.cp=2", "parallel.cp_style=ulysses"]),
 ]
 
 

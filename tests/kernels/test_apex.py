@@ -27,7 +27,7 @@ from minitron.kernels.plain import AdamHyper, AdamState
 from minitron.testing import assert_close_rel
 
 CUDA = torch.device("cuda")
-RANKS_ALONE = "tp: ProcessGroupComm, dp: ProcessGroupSlices"
+RANKS_ALONE = "tp: one rank, dp: one rank"
 
 
 @pytest.fixture(autouse=True)

@@ -142,7 +142,7 @@ def test_mistakes_of_its_own_command(stage, arguments, part, message):
         (lambda folder: (folder / "my-gpt3_00_text_document.bin").write_bytes(b"1"), "1 bytes, but"),
         (lambda folder: write_data(folder, fingerprint="0" * 16), "did not make"),
         (lambda folder: write_data(folder, vocab_size=999), "model.vocab_size=257 is smaller than the 999 ids"),
-        ("data.split=1,0,0", "leaves none of the 99 sequences of .* to validate on; enlarge its second share"),
+        ("data.split=1,0,0", "leaves none of the 99 sequences of .* to validate on; set for example data.split=98,1,0"),
         ("data.split=1,0,0 train.eval_every=0", None),
         ("data.split=97,2,0", "sequences 97 to 99 hold 8 tokens, fewer than one sample of train.seq_len=32 "),
     ],

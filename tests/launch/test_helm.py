@@ -23,7 +23,7 @@ import pytest
 import yaml
 
 from minitron.config import cli, rules
-from minitron.config.schema import keys
+from minitron.config.schema import Shares, keys
 from minitron.supervise.lead import REQUEUE
 from slurm_cluster import until
 
@@ -183,7 +183,7 @@ def test_fine_tuning_jobs_start_the_other_command(config, arguments, module):
 
 def takes_of(types: tuple) -> str:
     """What a key takes, in the words of keys.txt: int|auto|null for `int | Literal["auto"] | None`."""
-    words = {str: "text", NoneType: "null", int: "int", float: "float", bool: "bool"}
+    words = {str: "text", Shares: "text", NoneType: "null", int: "int", float: "float", bool: "bool"}
     found = []
     for kind in types:
         literals = get_args(kind) if get_origin(kind) is Literal else ()

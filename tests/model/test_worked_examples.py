@@ -1,7 +1,9 @@
 """The examples of minitron/README.md and tests/README.md, as they stand: they run, and train the same everywhere."""
 
 import os
+import shlex
 import sys
+from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from unittest import mock
@@ -19,9 +21,10 @@ from minitron.model import gpt
 from minitron.optim.replicas import Replicas
 from minitron.testing import assert_close_rel
 from minitron.train import build
-from readmes import ROOT, program
+from readmes import ROOT, blocks, program
 from test_invariance import assert_equals_one_process, axes
 from test_model import TOLERANCE, batch_of, model_of
+from tools import generate as generate_tool
 
 CODE, TESTS = ROOT / "minitron" / "README.md", ROOT / "tests" / "README.md"
 # module -> what it replaces, by what; transformers' model of the same, with its settings
@@ -201,6 +204,52 @@ def test_an_example_is_a_program(examples, name):
     assert done.returncode == 0 and "iteration        1/       1" in done.stdout, done.stderr
     wrong = run("parallel.tp=3")
     assert wrong.returncode == 1 and wrong.stderr.startswith("error: parallel.tp"), wrong.stderr
+
+
+@pytest.fixture
+def geglu_files(examples):
+    """The page's programs that import geglu.py, beside it."""
+    for name in ("test_geglu", "finetune_geglu", "generate_geglu"):
+        (examples / f"{name}.py").write_text(program(CODE, f"{name}.py"))
+    for folder in ("configs", "tools"):
+        (examples / folder).symlink_to(ROOT / folder)
+    yield examples
+    sys.modules.pop("test_geglu", None)
+
+
+def test_the_page_s_test_of_every_layout_passes(ranks, geglu_files):
+    import_module("test_geglu").test_geglu_in_every_layout(ranks)
+
+
+def test_the_page_s_test_of_every_layout_finds_a_wrong_class(ranks, geglu_files):
+    """Gate and up of the whole MLP, in place of each rank's: only with tp is that another model."""
+    path = geglu_files / "geglu.py"
+    halves = "gate, up = inner.chunk(2, -1)"
+    assert halves in path.read_text()
+    path.write_text(path.read_text().replace(halves, "gate, up = inner[..., ::2], inner[..., 1::2]"))
+    with pytest.raises(AssertionError, match=r" on rank \d of 2 with tp=2"):
+        import_module("test_geglu").test_geglu_in_every_layout(ranks)
+
+
+def test_the_page_s_commands_train_fine_tune_and_generate(geglu_files, monkeypatch, capsys):
+    """In one process each, with a smaller model. The text is what the class generates, and no other."""
+    (block,) = [block for block in blocks(CODE) if "finetune_geglu.py" in block]
+    train, tune, (*generate, prompt) = map(shlex.split, block.splitlines())
+    small = "model.num_layers=1 model.hidden_size=32 model.num_heads=2 model.num_kv_heads=2 train.seq_len=32".split()
+    small += "train.steps=2 train.global_batch_size=4 train.micro_batch_size=2 train.eval_every=0".split()
+    for words in train, tune:
+        done = warm.run(*words[3:], "parallel.tp=1", *small, cwd=geglu_files)
+        assert done.returncode == 0, done.stderr
+    words = [*generate[1:], prompt, "--temperature", "1", "--max-tokens", "20"]
+    done = warm.run(*words, cwd=geglu_files)
+    assert done.returncode == 0 and done.stdout.startswith(prompt), done.stderr
+    monkeypatch.chdir(geglu_files)
+    generated = []
+    for replaced in (True, False):
+        with mock.patch.object(gpt, "MLP", import_module("geglu").GegluMLP) if replaced else nullcontext():
+            generate_tool.main(words[1:])
+        generated.append(capsys.readouterr().out)
+    assert generated[0] == done.stdout != generated[1]
 
 
 def test_a_layer_of_ones_own(ranks, tmp_path, monkeypatch):

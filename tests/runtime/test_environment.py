@@ -115,7 +115,7 @@ def test_without_a_folder_for_caches_libraries_keep_their_own(monkeypatch):
     monkeypatch.setattr(tempfile, "gettempdir", nowhere)
     environ = {}
     environment.set_defaults(environ)
-    assert environ == environment.DEFAULTS
+    assert environ == environment.DEFAULTS | {"GOMP_SPINCOUNT": environ["GOMP_SPINCOUNT"]}
 
 
 BAD_ROUNDS = [
@@ -141,3 +141,14 @@ def test_a_rank_without_a_supervisor_and_of_one_begins():
     assert Startup({}, None, 0.0, 1.0).parts.keys() == {"start_seconds", "import_seconds"}
     round_ = {"MINITRON_ROUND": '{"round": 2, "gather_seconds": 1.5, "at": 9.0}'}
     assert Startup(round_, None, 0.0, 1.0).parts["gather_seconds"] == 1.5
+
+
+def test_threads_that_wait_sleep_soon_unless_the_user_has_said_how_they_wait(monkeypatch):
+    monkeypatch.setattr(environment, "raise_file_limits", lambda environ: None)
+
+    def spins(environ):
+        environment.set_defaults(environ := {"TRITON_CACHE_DIR": "", "TORCHINDUCTOR_CACHE_DIR": "", **environ})
+        return environ.get("GOMP_SPINCOUNT")
+
+    assert 0 < int(spins({})) == int(spins({"OMP_NUM_THREADS": "4"})) < 100_000
+    assert spins({"GOMP_SPINCOUNT": "7"}) == "7" and spins({"OMP_WAIT_POLICY": "active"}) is None

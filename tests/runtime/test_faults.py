@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import fault_run
 import warm
@@ -42,6 +43,12 @@ from minitron.runtime.signals import Listener
 from minitron.runtime.status import LOST
 from minitron.runtime.stop import Diverged, Stop
 
+
+def root_cause(output: str) -> str:
+    """What torchrun's page has of the rank that it takes for the cause, at its end."""
+    return output.rpartition("Root Cause (first observed failure):")[2]
+
+
 # ---- hangs --------------------------------------------------------------------------------------------------------
 
 
@@ -51,6 +58,7 @@ def test_a_hang_is_reported_with_rank_coordinates_action_and_collective(tmp_path
         run.wait_for('"step": 2', run.folder / "metrics.jsonl")
         status, _, output = run.end()
     assert status == 1 and re.search(r"exitcode *: 124", output)  # of the watch; gloo's timeout comes a minute later
+    assert re.search(r"traceback : rank \d \(.*\) has not moved for \d+ s in step 3, ", root_cause(output)), output
     blocks = {int(rank): text for rank, text in re.findall(r"^rank (\d) (.*?)(?=^\S)", output, re.M | re.S)}
     for rank, cell in enumerate(
         ("pp 0, dp 0, cp 0, tp 0", "pp 0, dp 0, cp 0, tp 1", "pp 1, dp 0, cp 0, tp 0", "pp 1, dp 0, cp 0, tp 1")
@@ -762,6 +770,23 @@ def test_a_poisoned_run_ends_with_one_line(tmp_path):
     assert status == 1 and run.last_step() == 6  # poisoned before step 3
     errors = [line for line in output.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "iteration 6: the gradients of 4 iterations in a row" in errors[0], output
+    assert f"traceback : {errors[0]}\n" in root_cause(output), output
+
+
+# ---- torchrun's page ----------------------------------------------------------------------------------------------
+
+
+def test_torch_reads_the_line_of_a_rank_and_takes_a_consequence_for_later(tmp_path):
+    def read(why, status):
+        file = tmp_path / f"{status}.json"
+        Listener({"TORCHELASTIC_ERROR_FILE": str(file)}).tell_torchrun(why, status)
+        return ProcessFailure(local_rank=0, pid=1, exitcode=status, error_file=str(file))
+
+    without_file = read("", 2)
+    cause, lost, stopped = (read("error: no room", status) for status in (1, LOST, 128 + signal.SIGTERM))
+    assert "error: no room" in ChildFailedError("a run", {0: cause}).format_msg()
+    assert cause.timestamp <= without_file.timestamp + 1 < min(lost.timestamp, stopped.timestamp)
+    assert ChildFailedError("a run", {0: lost, 1: without_file}).get_first_failure()[0] == 1
 
 
 # ---- a dead rank --------------------------------------------------------------------------------------------------
@@ -782,9 +807,10 @@ def test_a_killed_rank_ends_the_one_that_waits_for_it_within_seconds(fault, tmp_
     assert len(lines) == 1, output
     assert re.match(
         r"error: rank 0 \(pp 0, dp 0, cp 0, tp 0\) failed in step 3, .*, \S+ over \w+ \([\d,]+ bytes\); "
-        "most likely another rank has died",
+        "most likely another rank has died: .*out of memory",
         lines[0],
     )
+    assert f"traceback : {lines[0]}\n" in output and "Signal 9 (SIGKILL)" in root_cause(output), output
     assert "minitron/comm/collectives.py" in (run.folder / "rank-0.log").read_text()
 
 

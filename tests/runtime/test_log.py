@@ -119,6 +119,32 @@ def test_megatron_core_line_feeds_its_readers():
         assert float(re.search(pattern, line)[1]) == pytest.approx(value, abs=0.05)
 
 
+def test_a_short_line_has_the_figures_of_its_steps_in_100_columns():
+    """Two steps of a long run, one of them skipped: progress, loss, speed, and the time of the steps that are left."""
+    argv, step = [*GPT_175B, "train.global_batch_size=512", "log.every=2", "log.style=short"], 1_000_000
+    figures = replace(STEP, seconds=40.0, memory_gib=139.94, loss=10.87431)
+    its = [replace(figures, step=step - 1), replace(figures, step=step, skipped=1.0, loss=float("nan"))]
+    for steps in (step + 1000, 10_000_000):
+        (line,) = lines([*argv, f"train.steps={steps}"], its, device_name="NVIDIA H100")
+        form = r"step +(\d+)/(\d+)  loss +(\S+)  skipped 1  (\S+)k tokens/s  MFU (\S+)%  139.9 GiB  (\S+) left"
+        *counts, loss, tokens, mfu, left = re.fullmatch(form, line).groups()
+        assert len(line) <= 100 and [int(x) for x in counts] == [step, steps]
+        assert float(loss) == pytest.approx(10.87431, rel=1e-4) and 0 < float(mfu) < 100
+        assert float(tokens) * 1e3 == pytest.approx(512 * 2048 / 40, rel=1e-2)
+        if left.endswith("d"):
+            seconds = float(left[:-1]) * 86400
+        else:
+            seconds = sum(60**i * int(part) for i, part in enumerate(reversed(left.split(":"))))
+        assert seconds == pytest.approx((steps - step) * 40, rel=1e-3)
+    (line,) = lines([*argv, "log.every=1"], [STEP])  # on a CPU
+    assert "MFU" not in line and "GiB" not in line and "skipped" not in line
+
+
+def test_a_short_line_is_no_form_of_another_system():
+    with pytest.raises(ValueError, match=r"log\.style=short .*log\.format"):
+        pretrain.rules.check(cli.load(["log.style=short", "log.format=nemo"]), 1)
+
+
 # The bar of NVIDIA's 70B recipe and a line of NeMo's fine-tuning, as they were published.
 BAR = (
     "Epoch 0: : 100%|██████████| 100/100 [20:15<00:00, reduced_train_loss=6.370, global_step=99.00, "

@@ -39,7 +39,7 @@ def free_port():
 def ask(port):
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
         lines = answer.read().decode().splitlines()
-    return {line.split()[0]: float(line.split()[1]) for line in lines if not line.startswith("#")}
+    return {line.split()[0].split("{")[0]: float(line.split()[1]) for line in lines if not line.startswith("#")}
 
 
 # ---- Weights & Biases -----------------------------------------------------------------------------------------------
@@ -167,6 +167,7 @@ def test_prometheus_has_the_last_figures(tmp_path):
     assert found["minitron_step_step"] == found["minitron_eval_step"] == 4 and found["minitron_eval_loss"] == 3.5
     assert found["minitron_step_learning_rate"] == 2e-3 and found["minitron_step_loss"] == 4.0
     assert found["minitron_step_tflops_full"] > 0
+    assert found["minitron_step_seconds"] == found["minitron_step_step_seconds"] == STEP.seconds
     with pytest.raises(OSError):
         ask(port)
 
@@ -188,6 +189,16 @@ def test_a_port_that_is_taken_is_said_at_the_start(tmp_path, monkeypatch):
     for place in "70000", "0", "localhost", "localhost:", ":9400", "localhost:70000":
         with pytest.raises(ValueError, match=rf"log\.prometheus={place} "):
             pretrain.rules.check(cli.load([f"log.prometheus={place}"]), 1)
+
+
+def test_each_figure_of_prometheus_names_its_run(tmp_path):
+    pytest.importorskip("prometheus_client")
+    port = free_port()
+    with Log(cli.load([f"log.prometheus={port}", f"log.dir={tmp_path / 'run 7'}"]), 0, 1) as log:
+        log.iteration(replace(STEP, step=3))
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+            lines = [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
+    assert lines and all('{run="run 7"} ' in line for line in lines)
 
 
 def test_prometheus_binds_the_address_that_is_named():

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -304,6 +305,24 @@ def test_a_rank_that_recovers_is_said_once():
         compared._judge(step, of_step)
     assert len(said.alarms) == 1 and "rank 1 (pp 0, dp 1, cp 0, tp 0) on a host is slow" in said.alarms[0]
     assert said.infos == ["iteration 40: rank 1: no longer slower than others"]
+
+
+@pytest.mark.parametrize("times_as_long, named", [(1.5, False), (3.0, True)])
+def test_on_a_cpu_only_what_no_other_program_does_is_slow(times_as_long, named):
+    """A program on the other thread of a core takes a third of its speed. The advice is not that for GPUs."""
+    said = []
+    log = SimpleNamespace(alarm=said.append, record=lambda *_, **__: None)
+    mesh = Mesh.offline(2, 1)
+    mesh.activity.stopwatch = Stopwatch(CPU, None)
+    try:
+        with mock.patch.object(stragglers, "gather_rank_locations", lambda mesh: ["a host", "a host"]):
+            compared = Stragglers(mesh, log, TrainConfig())
+    finally:
+        mesh.activity.stopwatch = None
+    times = own_times(2)
+    times[:, 1] *= times_as_long
+    compared._judge(20, times)
+    assert len(said) == named and "nvidia" not in "".join(said)
 
 
 def test_what_the_driver_tells_is_said_and_what_not_is_left_out(monkeypatch):

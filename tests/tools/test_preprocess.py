@@ -4,6 +4,8 @@ import gzip
 import json
 import lzma
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 import zstandard
 
+from minitron.config import cli
 from minitron.data.indexed import IndexedDataset, IndexedWriter, read_sidecar
 from minitron.data.tokenizers import ByteTokenizer
 from minitron.interop.tokenizers import load_tokenizer
@@ -107,6 +110,7 @@ def test_every_compression_and_worker_count_give_the_same_dataset(tmp_path, monk
     for key, cut in (("text", None), ("title", 3)):
         expected = [list(text[:cut].encode()) + [eod] if text else [] for text in TEXTS] * 4
         assert documents_of(tmp_path / f"one_{key}_document") == expected
+        check_last_lines(one.stdout, tmp_path / f"one_{key}_document", expected)
     assert read_sidecar(tmp_path / "one_text_document") == {
         "tokenizer": "bytes",
         "fingerprint": load_tokenizer("bytes").fingerprint,
@@ -114,6 +118,19 @@ def test_every_compression_and_worker_count_give_the_same_dataset(tmp_path, monk
         "append_eod": True,
     }
     assert not list(tmp_path.glob("*.partial"))
+
+
+def check_last_lines(stdout, prefix, expected):
+    """What was written: documents, tokens, bytes. Then a command whose configuration reads it."""
+    lines = stdout.splitlines()
+    (at,) = [i for i, line in enumerate(lines) if line.startswith(f"{prefix}: ")]
+    counts = [int(x.replace(",", "")) for x in re.findall(r"[\d,]*\d", lines[at].removeprefix(f"{prefix}: "))]
+    assert counts == [len(expected), sum(map(len, expected)), (prefix.parent / f"{prefix.name}.bin").stat().st_size]
+    python, flag, module, *keys = shlex.split(lines[at + 1])
+    assert (python, flag, module) == ("python", "-m", "minitron.pretrain")
+    cfg = cli.load(keys)
+    assert cfg.data.source == "indexed" and cfg.data.paths == (str(prefix),) and cfg.data.tokenizer == "bytes"
+    assert cfg.model.vocab_size == ByteTokenizer.vocab_size
 
 
 def test_many_batches_keep_their_order(tmp_path):
