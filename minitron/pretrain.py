@@ -212,8 +212,8 @@ def describe_run(log: Log, trainer: Trainer, data: Datasets, start: ResumePoint,
         most = start.step + (len(data.train) - start.consumed_samples) // cfg.train.global_batch_size
         until = f" (its samples are laid out until step {most})" if "train_samples" in start.data else ""
         notes.append(
-            f"no step is left: {start.reader.path} has train.steps={cfg.train.steps}. Raise train.steps{until}, or "
-            f"start another run from its weights: checkpoint.load={start.reader.path}, with another checkpoint.dir"
+            f"no step is left: {start.reader.path} has done train.steps={cfg.train.steps}. Raise train.steps{until}, "
+            f"or start another run from its weights: checkpoint.load={start.reader.path}, with another checkpoint.dir"
         )
     for note in filter(None, notes):
         log.info(note)

@@ -9,7 +9,8 @@ READMES = sorted([*ROOT.glob("*.md"), *ROOT.glob("[a-z]*/README.md")])
 
 def blocks(path: Path, language: str = "") -> list[str]:
     """Return the code blocks of that language; without one, those that name none: commands of the shell."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", path.read_text(), re.M | re.S)
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", path.read_text(), re.M | re.S)
+    return [code for kind, code in fenced if kind == language]
 
 
 def program(path: Path, name: str) -> str:

@@ -14,7 +14,7 @@ import minitron
 # import is fine that closes no cycle, and what `if TYPE_CHECKING` guards counts like any other import: it is needed to
 # understand the file. A command imports a neighbour inside of the function that needs it.
 LAYERS = [
-    ("pretrain", "finetune"),
+    ("pretrain", "finetune", "testing"),
     ("planner", "supervise", "interop"),
     ("train",),
     ("checkpoint",),
@@ -26,7 +26,6 @@ LAYERS = [
     ("kernels",),
     ("runtime",),
     ("config",),
-    ("testing",),
     ("comm",),
 ]
 DEPTH = {name: depth for depth, names in enumerate(LAYERS) for name in names}

@@ -19,7 +19,7 @@ from minitron.data.loader import Loader
 from minitron.interop import hf_write as hf_export
 from minitron.model import gpt
 from minitron.optim.replicas import Replicas
-from minitron.testing import assert_close_rel
+from minitron.testing import assert_close_rel, assert_layouts_agree
 from minitron.train import build
 from readmes import ROOT, blocks, program
 from test_invariance import assert_equals_one_process, axes
@@ -221,22 +221,23 @@ def test_the_page_s_test_of_every_layout_passes(ranks, geglu_files):
     import_module("test_geglu").test_geglu_in_every_layout(ranks)
 
 
-def test_the_page_s_test_of_every_layout_finds_a_wrong_class(ranks, geglu_files):
-    """Gate and up of the whole MLP, in place of each rank's: only with tp is that another model."""
-    path = geglu_files / "geglu.py"
-    halves = "gate, up = inner.chunk(2, -1)"
-    assert halves in path.read_text()
-    path.write_text(path.read_text().replace(halves, "gate, up = inner[..., ::2], inner[..., 1::2]"))
+def test_the_harness_finds_a_class_that_is_wrong_in_one_layout(ranks, geglu_files):
+    """Its gate and its value are every other column of what a rank has: with tp these are other columns."""
+    halves, source = "gate, up = inner.chunk(2, -1)", (geglu_files / "geglu.py").read_text()
+    assert halves in source
+    wrong = source.replace(halves, "gate, up = inner[..., ::2], inner[..., 1::2]")
+    (geglu_files / "wrong_geglu.py").write_text(wrong)
+    classes = {"MLP": import_module("wrong_geglu").GegluMLP}
     with pytest.raises(AssertionError, match=r" on rank \d of 2 with tp=2"):
-        import_module("test_geglu").test_geglu_in_every_layout(ranks)
+        assert_layouts_agree(ranks, classes, layouts=[(2, "pp=2"), (2, "tp=2")])
 
 
 def test_the_page_s_commands_train_fine_tune_and_generate(geglu_files, monkeypatch, capsys):
     """In one process each, with a smaller model. The text is what the class generates, and no other."""
     (block,) = [block for block in blocks(CODE) if "finetune_geglu.py" in block]
     train, tune, (*generate, prompt) = map(shlex.split, block.splitlines())
-    small = "model.num_layers=1 model.hidden_size=32 model.num_heads=2 model.num_kv_heads=2 train.seq_len=32".split()
-    small += "train.steps=2 train.global_batch_size=4 train.micro_batch_size=2 train.eval_every=0".split()
+    small = "model.num_layers=1 model.hidden_size=32 model.num_heads=2 model.num_kv_heads=2".split()
+    small += "train.steps=2 train.global_batch_size=2 train.micro_batch_size=2 train.eval_every=0".split()
     for words in train, tune:
         done = warm.run(*words[3:], "parallel.tp=1", *small, cwd=geglu_files)
         assert done.returncode == 0, done.stderr
