@@ -144,9 +144,7 @@ def preprocess(
         counts = (
             f"{num_documents[key]:,} documents, {num_tokens[key]:,} tokens, {os.path.getsize(f'{prefix}.bin'):,} bytes"
         )
-        print(
-            f"{printable(prefix)}: {counts}; to train the quickstart's model on them, or a recipe that you name first:"
-        )
+        print(f"{printable(prefix)}: {counts}; to train on them (a recipe before the keys trains its model):")
         keys = f"data.paths=[{prefix}]", f"data.tokenizer={job.tokenizer}", f"model.vocab_size={tokenizer.vocab_size}"
         print("python -m minitron.pretrain data.source=indexed", *(shlex.quote(printable(key)) for key in keys))
 
