@@ -152,10 +152,11 @@ def test_a_place_in_no_world_is_one_line(monkeypatch, capsys, environ, message):
     assert line.startswith(f"error: {message}") and line.count("\n") == 1
 
 
-def test_mistakes_under_torchrun_are_said_once():
+def test_mistakes_under_torchrun_are_said_once_and_at_the_end_of_its_page():
     done = pretrain("parallel.tp=3", ranks=3)
     assert done.returncode == 1
-    assert done.stderr.count("error: parallel.tp=3 does not divide") == 1
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: parallel.tp=3 does not divide")]
+    assert done.stderr.count(line) == 2 and f"traceback : {line}\n" in done.stderr.rpartition("Root Cause")[2]
 
 
 def test_printed_config_loads_back(tmp_path):
@@ -189,17 +190,14 @@ def test_an_id_that_only_training_meets_is_one_line(tmp_path, monkeypatch):
 
 
 def test_a_finished_run_that_is_started_again_says_so_and_what_to_change(tmp_path):
-    """Following either advice trains on."""
+    """Raising the steps trains on."""
     words, saved = ["train.steps=2", f"checkpoint.dir={tmp_path / 'a'}"], tmp_path / "a" / "step_00000002"
-    first, again = pretrain(*words), pretrain(*words)
-    assert first.returncode == again.returncode == 0 and "no step is left" not in first.stdout
+    first, again, longer = pretrain(*words), pretrain(*words), pretrain(*words, "train.steps=3")
+    assert first.returncode == again.returncode == longer.returncode == 0
+    assert [done.stdout.count("| consumed samples:") for done in (first, again, longer)] == [2, 0, 1]
+    assert [done.stdout.count("no step is left") for done in (first, again, longer)] == [0, 1, 0]
     (line,) = [line for line in again.stdout.splitlines() if "no step is left" in line]
     assert "train.steps" in line and f"checkpoint.load={saved}" in line and saved.exists()
-    assert "| consumed samples:" not in again.stdout
-    longer = pretrain(*words, "train.steps=3")
-    other = pretrain("train.steps=1", f"checkpoint.load={saved}", f"checkpoint.dir={tmp_path / 'b'}")
-    for done in longer, other:
-        assert done.stdout.count("| consumed samples:") == 1 and "no step is left" not in done.stdout, done.stderr
 
 
 # ---- a model without room -------------------------------------------------------------------------------------------
