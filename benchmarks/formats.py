@@ -98,7 +98,7 @@ def attention_call(cfg: Config) -> AttentionCall:
     """A rank's call for one layer and microbatch; without cp."""
     m, t, tp = cfg.model, cfg.train, cfg.parallel.tp
     heads, kv_heads = m.num_heads // tp, m.kv_heads // tp
-    return AttentionCall(t.micro_batch_size, heads, kv_heads, m.head_dim, t.seq_len, t.seq_len, True, 0.0)
+    return AttentionCall(t.micro_batch_size, heads, kv_heads, m.head_width, t.seq_len, t.seq_len, True, 0.0)
 
 
 def attention_in_fp8(cfg: Config, gpus: int) -> dict:

@@ -44,7 +44,8 @@ from minitron.kernels.param import params_of
 from minitron.runtime.log import Log
 
 # Keys of `model` that must equal those of any checkpoint, and those that must equal those of a resumed run only.
-STRUCTURE = ("family", "num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads", "tie_embeddings")
+SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads", "head_dim")
+STRUCTURE = ("family", *SIZES, "qkv_bias", "qk_norm", "tie_embeddings")
 MEANING = ("vocab_size", "positions", "rope_theta", "rope_scaling", "norm_eps")
 READERS = 4  # threads that read ahead
 PROGRESS_SECONDS = 60.0
@@ -309,7 +310,8 @@ def _trained(cfg: Config) -> dict[str, Any]:
 
 def _check_model(reader: Weights, cfg: Config, names: tuple[str, ...]) -> None:
     """Raise CheckpointError unless the saved configuration of the model agrees in these keys."""
-    models = (asdict(c.model) | {"num_kv_heads": c.model.kv_heads} for c in (config_of(reader), cfg))
+    both = (c.model for c in (config_of(reader), cfg))
+    models = (asdict(m) | {"num_kv_heads": m.kv_heads, "head_dim": m.head_width} for m in both)
     saved, ours = ({f"model.{name}": model[name] for name in names} for model in models)
     _require_equal(reader, "is of another model", saved, ours, "use its values, or another checkpoint")
 

@@ -87,6 +87,6 @@ def _weights(m: ModelConfig) -> float:
 
 
 def _scores(m: ModelConfig, tokens: float, squared_lengths: float | None) -> float:
-    """Count q k^T and probabilities times v: 12 h operations per layer and pair of positions."""
+    """Count q k^T and probabilities times v: 12 n d operations per layer and pair of positions; n d is mostly h."""
     pairs = tokens**2 if squared_lengths is None else squared_lengths
-    return 12 * m.num_layers * m.hidden_size * pairs
+    return 12 * m.num_layers * m.num_heads * m.head_width * pairs

@@ -84,10 +84,13 @@ def _check_home(what: str, path: str) -> None:
 
 
 def _check_model(m: ModelConfig) -> None:
-    _check_divides("model.num_heads", m.num_heads, {"model.hidden_size": m.hidden_size})
+    if m.head_dim is None:
+        _check_divides("model.num_heads", m.num_heads, {"model.hidden_size": m.hidden_size})
     _check_divides("model.num_kv_heads", m.kv_heads, {"model.num_heads": m.num_heads})
-    if m.positions == "rope" and m.head_dim % 2:
-        width = f"model.hidden_size/num_heads={m.hidden_size}/{m.num_heads}={m.head_dim}"
+    if m.positions == "rope" and m.head_width % 2:
+        width = f"model.head_dim={m.head_width}"
+        if m.head_dim is None:
+            width = f"model.hidden_size/num_heads={m.hidden_size}/{m.num_heads}={m.head_width}"
         fix = "make it even, or set model.positions=learned"
         raise ValueError(f"{width} is odd, and rotary positions turn pairs of channels; {fix}")
     if m.rope_scaling is not None and m.rope_scaling.low_freq_factor >= (high := m.rope_scaling.high_freq_factor):
@@ -137,7 +140,7 @@ def _check_sequence(cfg: Config) -> None:
 def _check_attention(cfg: Config) -> None:
     m, cp, batch = cfg.model, cfg.parallel.cp, cfg.train.micro_batch_size
     # Kernels of all backends have 32-bit offsets, ours within a block of 128 positions.
-    width = (m.num_heads + 2 * m.kv_heads) // cfg.parallel.tp * (m.hidden_size // m.num_heads)
+    width = (m.num_heads + 2 * m.kv_heads) // cfg.parallel.tp * m.head_width
     most = MAX_OFFSET // (width * max(cfg.train.seq_len // cp, 128))
     if batch > most:
         why = f"gives attention more than {MAX_OFFSET} elements of queries, keys and values a rank"
@@ -174,7 +177,8 @@ def _check_fp8(cfg: Config, capability: tuple[int, int] | None) -> None:
     sizes = {
         "model.hidden_size/tp": m.hidden_size // p.tp,
         "model.ffn_hidden_size/tp": m.ffn_hidden_size // p.tp,
-        "the rows of the q, k, v matrix / tp": (m.num_heads + 2 * m.kv_heads) * m.head_dim // p.tp,
+        "the width of all heads / tp": m.num_heads * m.head_width // p.tp,
+        "the rows of the q, k, v matrix / tp": (m.num_heads + 2 * m.kv_heads) * m.head_width // p.tp,
         f"train.seq_len*micro_batch_size/cp{per_rank}": t.seq_len * t.micro_batch_size // (p.cp * split),
     }
     if cfg.precision.fp8_head and m.head_piece is not None:
@@ -239,10 +243,18 @@ def check_exportable(m: ModelConfig) -> None:
     """Check that transformers has this model: it has no mixture of the families."""
     gpt = m.family == "gpt"
     positions, kv_heads = ("learned", m.num_heads) if gpt else ("rope", m.kv_heads)
-    for key, value, wanted in ("positions", m.positions, positions), ("num_kv_heads", m.kv_heads, kv_heads):
+    heads = ("head_dim", m.head_width, m.hidden_size // m.num_heads if gpt else m.head_width)
+    normed = ("qk_norm", m.qk_norm, m.qk_norm and not m.biased_qkv)
+    for key, value, wanted in (
+        ("positions", m.positions, positions),
+        ("num_kv_heads", m.kv_heads, kv_heads),
+        heads,
+        normed,
+    ):
         if value != wanted:
-            why = f"cannot be exported: transformers' {m.family} has {wanted}"
-            raise ValueError(f"model.{key}={value} {why}; export another model, or set checkpoint.export=none")
+            kind = f"{m.family} with qkv_bias" if m.qkv_bias else m.family
+            why = f"cannot be exported: transformers' {kind} has {shown(wanted)}"
+            raise ValueError(f"model.{key}={shown(value)} {why}; export another model, or set checkpoint.export=none")
 
 
 def _check_saves(cfg: Config) -> None:

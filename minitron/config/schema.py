@@ -43,6 +43,7 @@ FP8 = {"precision.fp8": ("delayed", "current", "block")}
 # Gathered casts have one scale a weight, not one a block; LoRA freezes the weights of FP8 products.
 FP8_PARAMS = {"precision.fp8": ("delayed", "current"), "finetune.kind": (None, "sft")}
 ROTARY = {"model.positions": ("rope",)}
+LLAMA = {"model.family": ("llama",)}
 ATTENTION_DROPOUT = {"parallel.cp": (1,), "model.attention": ("auto", "fused", "reference")}
 DECAYING = {"optimizer.lr_schedule": ("cosine", "linear")}
 DECAY_STEPS = {"optimizer.decay_steps": (None,)}
@@ -72,6 +73,9 @@ class ModelConfig:
     ffn_hidden_size: int = key(384, "inner width f of the MLP", COUNT)
     num_heads: int = key(8, "query heads", COUNT)
     num_kv_heads: int | None = key(4, "key and value heads (grouped queries); null: as many as num_heads", COUNT)
+    head_dim: int | None = key(None, "width d of a head; null: hidden_size / num_heads", COUNT)
+    qkv_bias: bool = key(False, "the q, k, v projection has a bias, as in Qwen 2.5; gpt: it always has", needs=LLAMA)
+    qk_norm: bool = key(False, "RMS norms of every head's q and k, before the positions, as in Qwen 3")
     vocab_size: int = key(4096, "token ids; the corpus tokenizer is trained to this size", COUNT)
     vocab_multiple: int = key(128, "the embedding is padded to a multiple of this; the loss ignores the padding", COUNT)
     positions: Literal["rope", "learned"] = key("rope", "rotary or learned absolute positions")
@@ -93,8 +97,12 @@ class ModelConfig:
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
+    def head_width(self) -> int:
+        return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def biased_qkv(self) -> bool:
+        return self.family == "gpt" or self.qkv_bias
 
     @property
     def padded_vocab_size(self) -> int:

@@ -73,7 +73,7 @@ class AdaptedRows(NamedTuple):
 
 def adapted(m: ModelConfig, targets: tuple[str, ...]) -> dict[str, dict[str, AdaptedRows]]:
     """Map each linear layer of a block to target -> its rows, in the order in which A stacks them."""
-    q, kv, f, h = m.num_heads * m.head_dim, m.kv_heads * m.head_dim, m.ffn_hidden_size, m.hidden_size
+    q, kv, f, h = m.num_heads * m.head_width, m.kv_heads * m.head_width, m.ffn_hidden_size, m.hidden_size
     gated = m.family == "llama"
     layers = {
         "attention.qkv": {
@@ -91,9 +91,9 @@ def adapted(m: ModelConfig, targets: tuple[str, ...]) -> dict[str, dict[str, Ada
 
 def linear_sizes(m: ModelConfig) -> dict[str, tuple[int, int]]:
     """Map each linear layer of a block to the (inputs, outputs) of its whole weight."""
-    h, f, q = m.hidden_size, m.ffn_hidden_size, m.num_heads * m.head_dim
+    h, f, q = m.hidden_size, m.ffn_hidden_size, m.num_heads * m.head_width
     return {
-        "attention.qkv": (h, q + 2 * m.kv_heads * m.head_dim),
+        "attention.qkv": (h, q + 2 * m.kv_heads * m.head_width),
         "attention.out": (q, h),
         "mlp.up": (h, f * (2 if m.family == "llama" else 1)),
         "mlp.down": (f, h),
@@ -229,8 +229,12 @@ class StateBytes:
         """Count the parameters, in elements, on a rank of this stage."""
         m, h = self.cfg.model, self.cfg.model.hidden_size
         vectors = 2 * h
-        if not self.llama:  # biases of norms, of rows, of columns
-            vectors += 4 * h + (m.head_dim * (m.num_heads + 2 * m.kv_heads) + m.ffn_hidden_size) // self.tp
+        if not self.llama:  # biases of norms, of rows, of the MLP's columns
+            vectors += 4 * h + m.ffn_hidden_size // self.tp
+        if m.biased_qkv:
+            vectors += m.head_width * (m.num_heads + 2 * m.kv_heads) // self.tp
+        if m.qk_norm:
+            vectors += 2 * m.head_width
         count = len(self.layers[stage]) * (self.block_matrices + vectors)
         if stage == 0:
             count += self.table + (m.max_positions * h if m.positions == "learned" else 0)

@@ -44,6 +44,8 @@ BLOCK = {
     "norm1.bias": ("self_attention.linear_qkv.layer_norm_bias", "input_layernorm.bias"),
     "attention.qkv.weight": ("self_attention.linear_qkv.weight",),
     "attention.qkv.bias": ("self_attention.linear_qkv.bias",),
+    "attention.q_norm.weight": ("self_attention.q_layernorm.weight",),
+    "attention.k_norm.weight": ("self_attention.k_layernorm.weight",),
     "attention.out.weight": ("self_attention.linear_proj.weight",),
     "attention.out.bias": ("self_attention.linear_proj.bias",),
     "norm2.weight": ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
@@ -244,7 +246,7 @@ def place_of(name: str, weights: set[str], reader: Reader) -> tuple[str, int | N
 def arranged(tensor: Tensor, name: str, shape: tuple[int, ...], m: ModelConfig, origin: str) -> Tensor:
     """Bring the rows of a tensor into minitron's order, and pad the vocabulary. Raises ValueError."""
     if ".attention.qkv." in name and tensor.shape == shape:
-        groups = tensor.unflatten(0, (m.kv_heads, -1, m.head_dim))
+        groups = tensor.unflatten(0, (m.kv_heads, -1, m.head_width))
         each = m.num_heads // m.kv_heads
         tensor = torch.cat([part.flatten(0, 2) for part in groups.split((each, 1, 1), 1)])
     if name in ("embedding.words.weight", "head.weight") and len(tensor) >= m.vocab_size:

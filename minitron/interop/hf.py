@@ -1,12 +1,15 @@
-"""Hugging Face folders (config.json and safetensors) of Llama 2, 3, 3.1 and GPT-2, as minitron's global tensors.
+"""Hugging Face folders (config.json and safetensors) of Llama, Mistral, Qwen and GPT-2, as minitron's global tensors.
 
 Problem: both formats hold the same numbers under other names, split differently. The idea: one table, `tensor_map`,
 lists for each tensor of minitron the Hugging Face tensors whose rows it stacks. Reading and writing both use it.
 
-    minitron                           Llama                                      GPT-2, under transformer.
+    minitron                           Llama, Mistral, Qwen                       GPT-2, under transformer.
     embedding.words.weight [v, h]      model.embed_tokens                         wte
-    blocks.0.attention.qkv.weight      q_proj [h, h] over k_proj, v_proj [g d, h] h.0.attn.c_attn [h, 3h], transposed
+    blocks.0.attention.qkv.weight      q_proj [n d, h] over k_, v_proj [g d, h]   h.0.attn.c_attn [h, 3h], transposed
     blocks.0.mlp.up.weight             gate_proj [f, h] over up_proj [f, h]       h.0.mlp.c_fc [h, f], transposed
+
+Mistral (v0.3, without a window) is the network of Llama. Qwen 2.5 adds a bias of q, k and v; Qwen 3 instead norms q and
+k. No model is taken for another: each key of config.json is computed, known to be harmless, or refused by its name.
 
 Rows of q and k keep their order: minitron's rotary positions too pair channel i of a head with channel i + d/2.
 
@@ -26,7 +29,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import reduce
 from pathlib import Path
 from typing import NamedTuple
@@ -57,6 +60,7 @@ class Format(NamedTuple):
     prefix: str  # of every tensor but the head; files of the bare model lack it
     keys: dict[str, str]  # field of ModelConfig -> its key
     absent: dict[str, object]  # keys that may be missing -> transformers' value then
+    own: dict[str, object]  # fields of ModelConfig that no key sets
     fixed: dict[str, object]  # keys that change the network -> what minitron computes, and transformers' default
     buffers: str  # tensors that old versions saved and none reads
 
@@ -67,20 +71,38 @@ KEYS = {  # field of ModelConfig: (its key of Llama, its key of GPT-2)
     "ffn_hidden_size": ("intermediate_size", "n_inner"),
     "num_heads": ("num_attention_heads", "n_head"),
     "num_kv_heads": ("num_key_value_heads", None),
+    "head_dim": ("head_dim", None),
     "vocab_size": ("vocab_size", "vocab_size"),
     "max_positions": ("max_position_embeddings", "n_positions"),
     "tie_embeddings": ("tie_word_embeddings", "tie_word_embeddings"),
     "norm_eps": ("rms_norm_eps", "layer_norm_epsilon"),
 }
+ABSENT = dict(head_dim=None, num_key_value_heads=None, tie_word_embeddings=False, rms_norm_eps=1e-6)
+QWEN = ABSENT | dict(num_key_value_heads=32, max_position_embeddings=32768)
+QWEN_FIXED = dict(hidden_act="silu", use_sliding_window=False, use_mrope=False)
+LLAMA = Format(
+    "llama",
+    "LlamaForCausalLM",
+    "model.",
+    {field: key for field, (key, _) in KEYS.items()},
+    ABSENT | dict(max_position_embeddings=2048),
+    {},
+    dict(hidden_act="silu", attention_bias=False, mlp_bias=False),
+    r"\.rotary_emb\.inv_freq$",
+)
 FORMATS = {
-    "llama": Format(
-        "llama",
-        "LlamaForCausalLM",
-        "model.",
-        {field: key for field, (key, _) in KEYS.items()},
-        dict(num_key_value_heads=None, max_position_embeddings=2048, tie_word_embeddings=False, rms_norm_eps=1e-6),
-        dict(hidden_act="silu", attention_bias=False, mlp_bias=False),
-        r"\.rotary_emb\.inv_freq$",
+    "llama": LLAMA,
+    "mistral": LLAMA._replace(
+        architecture="MistralForCausalLM",
+        absent=ABSENT | dict(num_key_value_heads=8, max_position_embeddings=131072, sliding_window=4096),
+        fixed=dict(hidden_act="silu", sliding_window=None),
+    ),
+    "qwen2": LLAMA._replace(architecture="Qwen2ForCausalLM", absent=QWEN, own=dict(qkv_bias=True), fixed=QWEN_FIXED),
+    "qwen3": LLAMA._replace(
+        architecture="Qwen3ForCausalLM",
+        absent=QWEN | dict(head_dim=128),
+        own=dict(qk_norm=True),
+        fixed=QWEN_FIXED | dict(attention_bias=False),
     ),
     "gpt2": Format(
         "gpt",
@@ -88,6 +110,7 @@ FORMATS = {
         "transformer.",
         {field: key for field, (_, key) in KEYS.items() if key},
         dict(n_inner=None, tie_word_embeddings=True, layer_norm_epsilon=1e-5),
+        {},
         dict(activation_function="gelu_new", scale_attn_weights=True) | dict(scale_attn_by_inverse_layer_idx=False),
         r"\.attn\.(masked_)?bias$",
     ),
@@ -109,13 +132,14 @@ def model_config(settings: dict, origin: str, vocab_multiple: int = ModelConfig.
     """
     kind = settings.get("model_type")
     if str(kind) not in FORMATS:
-        raise CheckpointError(f"{origin}: model_type={kind!r} is not supported; {' and '.join(FORMATS)} are")
+        raise CheckpointError(f"{origin}: model_type={kind!r} is not supported; {', '.join(FORMATS)} are")
     fmt = FORMATS[kind]
-    model = {"family": fmt.family, "vocab_multiple": vocab_multiple} | _take(fmt.absent | settings, fmt.keys, origin)
+    settings = fmt.absent | settings
+    model = {"family": fmt.family, "vocab_multiple": vocab_multiple} | fmt.own | _take(settings, fmt.keys, origin)
     fixed = {key: (value,) for key, value in fmt.fixed.items()}
     fixed |= {"add_cross_attention": (False,), "is_encoder_decoder": (False,), "pruned_heads": ({}, None)}
     known = HARMLESS | {*fmt.keys.values()}
-    if kind == "llama":
+    if fmt.family == "llama":
         rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
         if not isinstance(rope, dict):
             raise CheckpointError(f"{origin}: the rotary parameters {rope!r} are no JSON object; copy it again")
@@ -124,6 +148,8 @@ def model_config(settings: dict, origin: str, vocab_multiple: int = ModelConfig.
         fixed |= {"rope_type": ("default", "llama3"), "partial_rotary_factor": (None, 1), "rope_interleaved": (False,)}
         settings = settings | {key: rope.get(key) for key in ("rope_type", "partial_rotary_factor")} | strange
         known |= {"rope_theta", "rope_scaling", "rope_parameters"}
+        if "use_sliding_window" in fmt.fixed:  # it is off: these have no effect
+            known |= {"sliding_window", "max_window_layers"}
         scaling = _take(rope, ROPE_SCALING, origin) if rope["rope_type"] == "llama3" else None
         model |= {"positions": "rope", "rope_theta": rope["rope_theta"], "rope_scaling": scaling}
     else:
@@ -133,13 +159,16 @@ def model_config(settings: dict, origin: str, vocab_multiple: int = ModelConfig.
     cfg = cli.from_tree({"model": model, "train": {"seq_len": 1}}, origin)  # of a length that any model takes
     with errors_as(CheckpointError, lambda error: f"{origin}: {error}", ValueError):
         rules.check(cfg, world=1)
-    fixed["head_dim"] = (None, cfg.model.head_dim)
+    m = cfg.model
+    if m.head_width * m.num_heads == m.hidden_size:
+        m = replace(m, head_dim=None)  # one value for one network: some versions do not write it
+    fixed |= {"head_dim": (None, m.head_width), "layer_types": (None, ["full_attention"] * m.num_layers)}
     fixed |= {key: (None,) for key in settings if key not in fixed.keys() | known and not key.startswith("unsloth_")}
     for key, allowed in fixed.items():
         if settings.get(key, allowed[0]) not in allowed:
             has = f"minitron's {fmt.family} has {' or '.join(map(repr, allowed))}"
             raise CheckpointError(f"{origin}: {key}={settings[key]!r} is not supported, {has}; convert another model")
-    return cfg.model
+    return m
 
 
 def dropout_of(settings: dict) -> dict[str, float]:
@@ -175,13 +204,15 @@ class Part(NamedTuple):
 
 def tensor_map(m: ModelConfig) -> dict[str, list[Part]]:
     """Map global tensor names to their parts, first rows first, without the padding of the vocabulary."""
-    h, f, kv, vocab = m.hidden_size, m.ffn_hidden_size, m.kv_heads * m.head_dim, (m.vocab_size, m.hidden_size)
+    h, f, vocab = m.hidden_size, m.ffn_hidden_size, (m.vocab_size, m.hidden_size)
+    q, kv = m.num_heads * m.head_width, m.kv_heads * m.head_width
     if m.family == "llama":
         words, norm, layer = "model.embed_tokens", "model.norm", "model.layers"
         block = {
             "norm1": [Part("input_layernorm", (h,))],
-            "attention.qkv": [Part(f"self_attn.{x}_proj", (rows, h)) for x, rows in zip("qkv", (h, kv, kv))],
-            "attention.out": [Part("self_attn.o_proj", (h, h))],
+            "attention.qkv": [Part(f"self_attn.{x}_proj", (rows, h)) for x, rows in zip("qkv", (q, kv, kv))],
+            **{f"attention.{x}_norm": [Part(f"self_attn.{x}_norm", (m.head_width,))] for x in "qk" * m.qk_norm},
+            "attention.out": [Part("self_attn.o_proj", (h, q))],
             "norm2": [Part("post_attention_layernorm", (h,))],
             "mlp.up": [Part(f"mlp.{x}_proj", (f, h)) for x in ("gate", "up")],
             "mlp.down": [Part("mlp.down_proj", (h, f))],
@@ -205,7 +236,8 @@ def tensor_map(m: ModelConfig) -> dict[str, list[Part]]:
     weights, biases = {}, {}
     for ours, stack in parts.items():
         weights[f"{ours}.weight"] = [part._replace(name=f"{part.name}.weight") for part in stack]
-        if m.family == "gpt" and ours not in ("embedding.words", "head"):
+        of_qkv = m.qkv_bias and ours.endswith("attention.qkv")
+        if of_qkv or m.family == "gpt" and ours not in ("embedding.words", "head"):
             biases[f"{ours}.bias"] = [Part(f"{part.name}.bias", part.shape[:1]) for part in stack]
     if m.family == "gpt":
         biases["embedding.positions"] = [Part("transformer.wpe.weight", (m.max_positions, h))]

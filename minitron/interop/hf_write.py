@@ -26,9 +26,12 @@ def settings_of(m: ModelConfig, dtype: str) -> dict:
 
     Raises ValueError for a mixture of the families that transformers does not have.
     """
-    kind = next(kind for kind, fmt in FORMATS.items() if fmt.family == m.family)
-    fmt, gpt = FORMATS[kind], kind == "gpt2"
     rules.check_exportable(m)
+    gpt = m.family == "gpt"
+    kind = "gpt2" if gpt else "qwen3" if m.qk_norm else "qwen2" if m.qkv_bias else "llama"
+    if kind == "llama" and m.hidden_size % m.num_heads:
+        kind = "mistral"  # the same network; transformers' Llama requires that heads divide h
+    fmt = FORMATS[kind]
     settings = {
         "architectures": [fmt.architecture],
         "model_type": kind,
@@ -43,7 +46,8 @@ def settings_of(m: ModelConfig, dtype: str) -> dict:
         settings |= {"attention_dropout": m.attention_dropout}
         s = m.rope_scaling
         scaling = s and {"rope_type": "llama3"} | {key: getattr(s, field) for field, key in ROPE_SCALING.items()}
-        settings |= {"num_key_value_heads": m.kv_heads, "rope_theta": m.rope_theta, "rope_scaling": scaling}
+        settings |= {"head_dim": m.head_width, "num_key_value_heads": m.kv_heads}
+        settings |= {"rope_theta": m.rope_theta, "rope_scaling": scaling}
     return settings
 
 

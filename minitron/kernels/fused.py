@@ -160,6 +160,7 @@ def add_norm_backward(
     if one_pass:
         gpu = torch.cuda.get_device_properties(total.device)
         each = 1 if shape["BLOCK"] > 4096 else 3 if frozen else 2  # of a multiprocessor
+        each *= max(1, 2048 // shape["BLOCK"])  # a program with one head has few threads
         programs = parts = min(triton.cdiv(rows, 4), gpu.multi_processor_count * each)
         shared = gpu.shared_memory_per_block_optin  # type: ignore[attr-defined]  # missing in torch's stubs
         stages = 2 if 6 * shape["BLOCK"] * total.itemsize < shared - 4096 else 1

@@ -1,7 +1,8 @@
 """GPT-3 and Llama, top to bottom, on any mesh.
 
 Both families are one network with four differences, each a line below: norm (LayerNorm or RMSNorm), activation
-(GELU or SwiGLU), biases, positions (learned or rotary). Parallelism shows in shapes only: a tensor-parallel rank
+(GELU or SwiGLU), biases, positions (learned or rotary). A Llama may have what later models added: a bias of q, k, v
+(Qwen 2.5), norms of q and k (Qwen 3), heads of a width of their own. Parallelism shows in shapes only: a tensor-parallel rank
 has n/tp heads and f/tp of the MLP, a context-parallel rank s/cp of the sequence, a pipeline stage some of the
 blocks. Activations are [s, b, h], sequence first, so that a slice of the sequence is one piece of memory.
 
@@ -30,7 +31,7 @@ from minitron.kernels.gemm import Activation, Gemm, Quantized
 from minitron.kernels.kernels import choose
 from minitron.kernels.param import Param, Shard, named_params_of, with_main_grad
 from minitron.kernels.rng import AttentionDropout, dropout, token_counters
-from minitron.model.layers import Norm, Residual, rope_frequencies, rope_tables, split_heads
+from minitron.model.layers import Norm, Residual, norm_heads, rope_frequencies, rope_tables, split_heads
 from minitron.parallel.context_parallel import ContextAttention
 from minitron.parallel.head_loss import HeadLoss
 from minitron.parallel.layer_context import LayerContext, make_layer_context
@@ -59,18 +60,23 @@ class Attention(nn.Module):
         m, tp = cfg.model, mesh.tp.size
         self.layer, self.ops = layer, context.kernels.ops
         self.attend = ContextAttention(mesh.cp, cfg.parallel.cp_style, context.kernels.attention, self.ops)
-        self.heads, self.kv_heads, self.head_dim = m.num_heads // tp, m.kv_heads // tp, m.head_dim
+        self.heads, self.kv_heads, self.head_dim = m.num_heads // tp, m.kv_heads // tp, m.head_width
         self.first_head, self.dropout = mesh.tp.rank * self.heads, m.attention_dropout
-        width, kv_width, bias = m.num_heads * m.head_dim, m.kv_heads * m.head_dim, m.family == "gpt"
+        width, kv_width, bias = m.num_heads * m.head_width, m.kv_heads * m.head_width, m.family == "gpt"
         self.qkv = ColumnParallelLinear(
-            m.hidden_size, (width, kv_width, kv_width), context, std=m.init_std, bias=bias, gemm=gemm()
+            m.hidden_size, (width, kv_width, kv_width), context, std=m.init_std, bias=m.biased_qkv, gemm=gemm()
         )
         self.out = RowParallelLinear(width, m.hidden_size, context, std=output_std(m), bias=bias, gemm=gemm())
+        norm = partial(Norm, m.head_width, m.norm_eps, context, bias=False, per_head=True)
+        self.q_norm: Norm | None = norm() if m.qk_norm else None
+        self.k_norm: Norm | None = norm() if m.qk_norm else None
 
     def forward(self, x: Tensor | Quantized, mb: Microbatch, recompute_input: RecomputeInput | None = None) -> Tensor:
         qkv = self.qkv(x, recompute_input, mb.local_counters).unflatten(-1, (-1, self.head_dim))
-        # q [s/cp, b, n/tp, d]; k, v [s/cp, b, g/tp, d]
-        q, k, v = split_heads(qkv, (self.heads, self.kv_heads, self.kv_heads), mb.rope, self.ops)
+        sizes = self.heads, self.kv_heads, self.kv_heads
+        if self.q_norm is not None and self.k_norm is not None:
+            qkv = norm_heads(qkv, sizes, self.q_norm, self.k_norm)
+        q, k, v = split_heads(qkv, sizes, mb.rope, self.ops)  # q [s/cp, b, n/tp, d]; k, v [s/cp, b, g/tp, d]
         dropped = None
         if self.dropout and self.training:
             assert mb.counters is not None
@@ -227,7 +233,7 @@ class GPT(nn.Module):
         self.seed, self.drops = cfg.train.seed, bool(m.hidden_dropout or m.attention_dropout)
         self.frequencies = None
         if m.positions == "rope":
-            self.frequencies = rope_frequencies(m.head_dim, m.rope_theta, m.rope_scaling).to(mesh.device)
+            self.frequencies = rope_frequencies(m.head_width, m.rope_theta, m.rope_scaling).to(mesh.device)
         for name, param in named_params_of(self):
             param.spec = replace(param.spec, name=name)
         if tied is None and self.head is not None and m.tie_embeddings:

@@ -76,9 +76,9 @@ class _AddNorm(torch.autograd.Function):
 class Norm(nn.Module):
     """RMSNorm (Zhang & Sennrich 2019), or LayerNorm with `bias`. The same on every tensor-parallel rank."""
 
-    def __init__(self, size: int, eps: float, context: LayerContext, *, bias: bool):
+    def __init__(self, size: int, eps: float, context: LayerContext, *, bias: bool, per_head: bool = False):
         super().__init__()
-        self.weight = context.parameter((size,), fill=1.0)
+        self.weight = context.parameter((size,), fill=1.0, per_head=per_head)
         self.bias = context.parameter((size,)) if bias else None
         self.eps, self.ops = eps, context.kernels.ops
 
@@ -97,6 +97,17 @@ class Norm(nn.Module):
         into = None if input_format is None else input_format.producer_cast(True)
         norm = _AddNorm.apply(total, None, None, self.weight, self.bias, self.eps, self.ops, into)
         return norm[1] if norm[2] is None else Quantized(*norm[1:])
+
+
+def norm_heads(qkv: Tensor, sizes: tuple[int, int, int], q_norm: Norm, k_norm: Norm) -> Tensor:
+    """Norm each head of q and k over its channels: qkv [s, b, n + 2g, d], sizes (n, g, g) -> a new tensor of its shape.
+
+    The backward needs q and k as they were. They are copied, so that qkv can be freed.
+    """
+    *parts, v = qkv.split(sizes, 2)
+    pairs = zip(parts, (q_norm, k_norm))
+    normed = [_AddNorm.apply(x.contiguous(), None, None, n.weight, None, n.eps, n.ops, None)[1] for x, n in pairs]
+    return torch.cat([*normed, v], 2)
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:

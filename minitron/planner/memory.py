@@ -9,6 +9,7 @@ operations. A block leaves, per token, in bf16:
     2 h / tp   the sums before both norms                               x 2
     2 h / tp   both norms' results, inputs of products                  x 2       FP8: casts, 1 byte    selective: none
     2 w / tp   q, k, v (w wide), 2 n d / tp the attention's output                FP8: and a cast of that
+    2 (n + g) d / tp   q and k before their norms, with model.qk_norm
     2 f / tp   the MLP's inner values (gated: 4 f), 2 f / tp its activation       FP8: casts, 1 byte    selective: none
 
 Llama-3 8B: 139 KB a token, at s 8192 1.1 GiB a block and microbatch. With `full` each block keeps one of the sums, and
@@ -116,11 +117,13 @@ class Memory(StateBytes):
     def _block(self, recompute: str, fp8: bool) -> int:
         m, p = self.cfg.model, self.cfg.parallel
         h, f, item = m.hidden_size, m.ffn_hidden_size // self.tp, 1 if fp8 and not self.frozen else ITEM
-        nd, kv = m.num_heads * m.head_dim // self.tp, m.kv_heads * m.head_dim // self.tp
+        nd, kv = m.num_heads * m.head_width // self.tp, m.kv_heads * m.head_width // self.tp
         if recompute == "full":
             return h * ITEM * self.rows
         rows = 2 * (h * ITEM + (4 if self.llama else 8))
         whole = 2 * (nd + kv) * ITEM + 4 * m.num_heads // self.tp + (2 if self.llama else 1) * f * ITEM
+        if m.qk_norm:  # q and k as they were, and a number for each head
+            whole += (nd + kv) * ITEM + 4 * (m.num_heads + m.kv_heads) // self.tp
         for layer in self.adapters if self.frozen else sizes.linear_sizes(m):
             if layer == "attention.out":  # attention keeps it as well, in bf16 and before Ulysses' exchange
                 whole += nd * item if item < ITEM or (p.cp > 1 and p.cp_style == "ulysses") else 0

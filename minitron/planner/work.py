@@ -57,6 +57,7 @@ PACKED_KEYS = 1.4
 DROPPED = {False: (2.1, 1.2), True: (1.15, 1.1)}
 # Kernels and copies of a block, forward and backward together, and the shares of both in the host's time.
 NODES, NODES_PER_DOUBLING, NODES_OF_MESSAGES, NODES_OF_FP8, NODES_OF_RING, NODES_OF_ADAPTER = 50, 44, 60, 14, 25, 8
+NODES_OF_QK_NORM = 15
 SHARES = 0.37, 0.63
 UNFUSED_ATTENTION_BACK = 2.0  # its backward makes four products of whole matrices, its forward two
 HIDDEN = ("tp_hidden", "cp_hidden", "dp_hidden", "deferred")  # concurrent with other parts, or within them
@@ -91,8 +92,8 @@ class StageTime:
         self.frozen, self.adapters = cfg.finetune.kind == "lora", sizes.adapters(cfg)
         self.grad_bytes = GRAD_BYTES[cfg.optimizer.accumulates_in]
         # Local widths: the MLP's and with its gate, the attention's output, and q, k, v side by side.
-        self.f, self.nd = m.ffn_hidden_size // p.tp, m.num_heads * m.head_dim // p.tp
-        self.inner, self.w = self.f * (2 if m.family == "llama" else 1), self.nd + 2 * m.kv_heads * m.head_dim // p.tp
+        self.f, self.nd = m.ffn_hidden_size // p.tp, m.num_heads * m.head_width // p.tp
+        self.inner, self.w = self.f * (2 if m.family == "llama" else 1), self.nd + 2 * m.kv_heads * m.head_width // p.tp
         self.tokens = t.seq_len * t.micro_batch_size // p.cp
         self.slice = sizes.stream_length(cfg) * t.micro_batch_size  # rows between the products
         self.in_pieces = machine.inside(p.tp, 1) and sizes.in_pieces(p.tp, p.sequence_parallel, p.overlap_tp)
@@ -157,7 +158,7 @@ class StageTime:
     def _nodes(self, fp8: bool) -> float:
         """Count a block's kernels and copies, forward and backward."""
         p = self.cfg.parallel
-        nodes = NODES + NODES_OF_FP8 * fp8 + NODES_OF_RING * (p.cp > 1)
+        nodes = NODES + NODES_OF_FP8 * fp8 + NODES_OF_RING * (p.cp > 1) + NODES_OF_QK_NORM * self.model.qk_norm
         in_python = self.in_pieces and self.fused  # user buffers launch their pieces in one call
         nodes += NODES_PER_DOUBLING * log2(p.tp) if in_python else NODES_OF_MESSAGES * (p.tp > 1)
         return nodes + NODES_OF_ADAPTER * sum(adapter.targets for adapter in self.adapters.values())
@@ -268,7 +269,7 @@ class StageTime:
         packed = apart and not ring and m.attention in ("auto", "fused")
         flash = m.attention in ("flash", "flash-attn") or packed or apart and m.attention == "auto"
         length *= PACKED_KEYS if packed else 1
-        attend, back = (self.machine.attention(x * one_way, length, m.head_dim, flash=flash) for x in (1, 2.5))
+        attend, back = (self.machine.attention(x * one_way, length, m.head_width, flash=flash) for x in (1, 2.5))
         if m.attention == "reference":
             attend, back = self._unfused()
         elif m.attention == "fused" and not packed or m.attention_dropout and self.fused:
@@ -304,7 +305,7 @@ class StageTime:
         side = t.seq_len // (p.cp if p.cp_style != "ulysses" else 1)
         matrices = m.num_heads // p.tp * t.micro_batch_size * (t.seq_len // side if p.cp > 1 else 1)
         scores = matrices * side**2 * (4 if self.fused else ITEM)
-        product = self.machine.product(matrices * side, side, m.head_dim, fp8=False)
+        product = self.machine.product(matrices * side, side, m.head_width, fp8=False)
         passes = (6, 10) if self.fused else (4, 6)  # written by the product, softmax's two, read by the next; dp, ds
         dropped = (2, 2) if m.attention_dropout else (0, 0)
         forward, backward = (self.machine.moved((a + b) * scores) for a, b in zip(passes, dropped))
@@ -315,13 +316,17 @@ class StageTime:
         m, p, nd, w, f, inner = self.model, self.cfg.parallel, self.nd, self.w, self.f, self.inner
         h, llama, t, rows = m.hidden_size, m.family == "llama", self.tokens, self.slice
         forward = backward = 2 * 4 * h * ITEM * rows
+        turned = w - (w - nd) // 2  # q and k
         if m.positions == "rope":
-            forward += 2 * (w - (w - nd) // 2) * ITEM * t
+            forward += 2 * turned * ITEM * t
+        if m.qk_norm:  # q and k, or their gradients, are copied and normed; then q, k, v are joined
+            forward += (4 * turned + 2 * w) * ITEM * t
+            backward += (5 * turned + 2 * w) * ITEM * t
         backward += 2 * w * ITEM * t  # gradients of q, k, v side by side
         if not (fp8 and llama):
             forward, backward = forward + (inner + f) * ITEM * t, backward + (f + 2 * inner) * ITEM * t
-        if not llama and not self.frozen:
-            backward += (w + f) * ITEM * t + 2 * h * ITEM * rows  # bias gradients
+        if not self.frozen:  # bias gradients
+            backward += (w * m.biased_qkv + (0 if llama else f)) * ITEM * t + (0 if llama else 2 * h * ITEM * rows)
         if m.hidden_dropout:
             forward, backward = forward + 2 * 5 * h * ITEM * rows, backward + 2 * 2 * h * ITEM * rows
         if not self.fused:

@@ -8,10 +8,10 @@ import pytest
 from minitron.config import flops
 from minitron.config.schema import ModelConfig
 
-GPT_13B = ModelConfig("gpt", 40, 5120, 4 * 5120, 32, 32, 51200)
-GPT_175B = ModelConfig("gpt", 96, 12288, 4 * 12288, 96, 96, 51200)
-LLAMA_8B = ModelConfig("llama", 32, 4096, 14336, 32, 8, 128256)
-LLAMA_70B = ModelConfig("llama", 80, 8192, 28672, 64, 8, 128256)
+GPT_13B = ModelConfig("gpt", 40, 5120, 4 * 5120, 32, 32, vocab_size=51200)
+GPT_175B = ModelConfig("gpt", 96, 12288, 4 * 12288, 96, 96, vocab_size=51200)
+LLAMA_8B = ModelConfig("llama", 32, 4096, 14336, 32, 8, vocab_size=128256)
+LLAMA_70B = ModelConfig("llama", 80, 8192, 28672, 64, 8, vocab_size=128256)
 
 # Published with five digits: half of the last one is 0.5e-4 of the leading.
 PER_SEQUENCE = [
@@ -65,7 +65,7 @@ def test_hardware_counts_passes_and_matrices():
     """Four passes with recomputation, three without; 32 for a gated MLP's three matrices, 24 for two."""
     with_recompute = flops.hardware(GPT_13B, 2048, recompute=True)
     assert flops.hardware(GPT_13B, 2048, recompute=False) == pytest.approx(3 / 4 * with_recompute)
-    gated = ModelConfig("llama", 40, 5120, 4 * 5120, 32, 32, 51200)
+    gated = ModelConfig("llama", 40, 5120, 4 * 5120, 32, 32, vocab_size=51200)
     assert flops.hardware(gated, 2048, recompute=True) == pytest.approx(32 / 24 * with_recompute)
     # BigScience's formula and `full` agree on a GPT without recomputation up to the head, counted as 4.5 instead of 6
     # operations per weight: c f V / 16 = 24 x 3 / 16.

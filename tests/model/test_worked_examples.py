@@ -174,7 +174,9 @@ def test_an_example_has_the_logits_of_transformers(examples, name):
     cfg = config(LLAMA, {"model": {"vocab_multiple": 1}})  # padding is minitron's alone
     model, batch = with_example(name, model_of, cfg), batch_of(cfg)
     *_, kind, change = EXAMPLES[name]
-    settings = hf_export.settings_of(cfg.model, "fp32") | {"model_type": kind, "head_dim": cfg.model.head_dim} | change
+    settings = (
+        hf_export.settings_of(cfg.model, "fp32") | {"model_type": kind, "head_dim": cfg.model.head_width} | change
+    )
     twin = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(**settings), attn_implementation="eager"
     ).eval()

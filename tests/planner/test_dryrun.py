@@ -323,7 +323,7 @@ def test_memory_counted_by_hand(family, dp):
 def test_frozen_weights_have_neither_gradients_nor_an_optimizer():
     cfg = settings(LLAMA, finetune=dict(kind="lora", base="anywhere"), lora=dict(rank=16, targets=("qkv",)))
     m, memory = cfg.model, dry_run(cfg, 1).memory
-    adapters = m.num_layers * 16 * (m.hidden_size + m.head_dim * (m.num_heads + 2 * m.kv_heads))
+    adapters = m.num_layers * 16 * (m.hidden_size + m.head_width * (m.num_heads + 2 * m.kv_heads))
     whole = dry_run(settings(LLAMA), 1).memory
     assert memory["gradients"] == 4 * adapters
     assert memory["optimizer"] == 2 * memory["gradients"]  # in float32 the parameters are their own masters

@@ -510,7 +510,7 @@ def counted_by_hand(cfg, world) -> dict:
     microbatches = t.global_batch_size // (t.micro_batch_size * dp)
     tokens = t.seq_len * t.micro_batch_size // p.cp
     rows = tokens // p.tp  # between products, under sequence parallelism
-    h, f, d, v = m.hidden_size, m.ffn_hidden_size // p.tp, m.head_dim, m.padded_vocab_size // p.tp
+    h, f, d, v = m.hidden_size, m.ffn_hidden_size // p.tp, m.head_width, m.padded_vocab_size // p.tp
     q, kv = m.num_heads * d // p.tp, m.kv_heads * d // p.tp
     inner = (2 if llama else 1) * f  # what the first product of the MLP makes
     matrices = h * (q + 2 * kv) + h * q + h * inner + h * f  # elements
@@ -738,7 +738,7 @@ def test_megatron_moves_more_and_recomputes_attention():
     plain = StageTime(cli.load(SMALL), IDEAL)
     m, tokens = plain.model, plain.tokens
     (forward, backward), (megatrons, megatrons_back) = plain.block(False), theirs.block(False)
-    q, kv = m.num_heads * m.head_dim, m.kv_heads * m.head_dim
+    q, kv = m.num_heads * m.head_width, m.kv_heads * m.head_width
     assert (megatrons["pointwise"] - forward["pointwise"]) * 1e12 == pytest.approx(2 * 2 * m.hidden_size * tokens)
     assert (megatrons_back["pointwise"] - backward["pointwise"]) * 1e12 == pytest.approx(
         (4 * 2 * m.hidden_size + 2 * 2 * (q + kv)) * tokens
@@ -754,7 +754,7 @@ def test_unfused_attention_writes_its_scores(software, item, passes, back, dropo
     keys = [*SMALL, "model.attention=reference", f"model.attention_dropout={dropout}"]
     work = StageTime(cli.load(keys), replace(IDEAL, software=SOFTWARE[software]))
     m, s = work.model, work.cfg.train.seq_len
-    product, scores = 2 * m.num_heads * s * s * m.head_dim, item * m.num_heads * s * s
+    product, scores = 2 * m.num_heads * s * s * m.head_width, item * m.num_heads * s * s
     more = 2 if dropout else 0
     forward, backward = work.block(False)
     assert forward["attention"] * 1e12 == pytest.approx(2 * product + (passes + more) * scores)
@@ -814,7 +814,7 @@ def test_a_message_between_stages_is_one_hidden_vector_a_token():
 def test_the_ring_moves_keys_values_and_their_gradients(cp, item):
     """cp - 1 hops of keys and values in each pass, and cp of the sums of their gradients, float32 beyond two terms."""
     work = StageTime(cli.load([*SMALL, f"parallel.cp={cp}"]), IDEAL)
-    kv = 2 * work.model.kv_heads * work.model.head_dim * work.tokens  # elements
+    kv = 2 * work.model.kv_heads * work.model.head_width * work.tokens  # elements
     forward, backward = work.block(False)
     assert forward["cp_exposed"] * 1e9 == pytest.approx((cp - 1) * 2 * kv)
     assert backward["cp_exposed"] * 1e9 == pytest.approx((cp - 1) * 2 * kv + cp * item * kv)
