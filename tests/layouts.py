@@ -56,6 +56,8 @@ LLAMA = dict(
 GPT3 = dict(
     LLAMA, model=dict(LLAMA["model"], family="gpt", positions="learned", tie_embeddings=True, num_kv_heads=None)
 )
+# What Qwen has and Llama has not: heads of a width of their own, a bias of q, k and v, norms of q and k.
+QWEN = dict(LLAMA, model=dict(LLAMA["model"], head_dim=6, qkv_bias=True, qk_norm=True))
 
 
 def config(base: dict | Config, *changes: dict) -> Config:

@@ -46,6 +46,8 @@ BLOCKS = {  # of 128 values, on each of two ranks
 }
 ADAPTERS = {"finetune": {"kind": "lora"}, "lora": {"rank": 4, "alpha": 4.0, "targets": ("q", "v", "o", "up", "down")}}
 
+HEADS = {"model": {"head_dim": 32, "qkv_bias": True, "qk_norm": True}}  # of all that FP8 asks of sizes a multiple
+
 # The values of each switch. The first is what the plain row has.
 SWITCHES: dict[str, dict[str, Settings]] = {
     "tp": {"1": {}, "2": parallel(tp=2), "2-without-sp": parallel(tp=2, sequence_parallel=False)},
@@ -77,7 +79,7 @@ SWITCHES: dict[str, dict[str, Settings]] = {
     "hidden-dropout": {"0": {}, "0.2": {"model": {"hidden_dropout": 0.2}}},
     "attention-dropout": {"0": {}, "0.2": {"model": {"attention_dropout": 0.2}}},
     "documents": {"joined": {}, "apart": {"data": {"separate_documents": True}}},
-    "model": {"llama": {}, "tied-llama": {"model": {"tie_embeddings": True}}, "tied-gpt": {}},
+    "model": {"llama": {}, "tied-llama": {"model": {"tie_embeddings": True}}, "tied-gpt": {}, "qwen": HEADS},
     "graph": {"eager": {}, "replayed": {"train": {"cuda_graph": "on"}}},
     "deterministic": {"off": {}, "on": {"train": {"deterministic": True}}},
 }

@@ -12,7 +12,7 @@ import json
 import pytest
 import torch
 
-from layouts import GPT3, LLAMA, config, part_of, train_steps
+from layouts import GPT3, LLAMA, QWEN, config, part_of, train_steps
 from minitron.config import rules
 from minitron.config.schema import ParallelConfig
 from minitron.optim.buckets import Gradients
@@ -107,6 +107,28 @@ def test_llama(ranks, world, layout):
 )
 def test_gpt_with_tied_embeddings(ranks, world, layout):
     assert_equals_one_process(ranks, world, GPT3, NONE, axes(layout))
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    "world,layout",
+    [
+        (2, "tp=2 sequence_parallel=off"),
+        (2, "tp=2"),
+        (2, "pp=2"),
+        (8, "tp=2 pp=2 cp=2"),
+        (2, "cp=2"),
+        (2, "cp=2 cp_style=allgather"),
+        (4, "cp=2 cp_style=ulysses tp=2 sequence_parallel=off"),
+        (2, ""),
+        (4, "tp=4 sequence_parallel=off overlap_grads=off"),
+        (4, "pp=2 vp=2 tp=2"),
+        (8, "pp=4 tp=2 sequence_parallel=off"),
+    ],
+)
+def test_heads_as_qwen_has_them(ranks, world, layout):
+    """A rank has some of the heads, so what it adds up for a norm's weight, which all heads share, is a part."""
+    assert_equals_one_process(ranks, world, QWEN, NONE, axes(layout))
 
 
 @pytest.mark.sampled(3)

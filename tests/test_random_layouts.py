@@ -66,6 +66,8 @@ def cases(draw, most_ranks: int) -> str:
     keys["model.family"], keys["model.num_layers"] = family, sum(layers)
     keys["model.num_heads"], keys["model.num_kv_heads"] = heads, kv_heads
     keys["model.hidden_size"] = heads * (16 if unit == 16 else pick(4, 6, 8))
+    keys["model.head_dim"] = pick("null", 16 if unit == 16 else pick(4, 6, 10))
+    keys["model.qkv_bias"], keys["model.qk_norm"] = family == "llama" and pick(True, False), pick(True, False)
     keys["model.ffn_hidden_size"] = unit * tp * (number(1, 3) if unit == 16 else number(4, 24))
     keys["model.vocab_size"], keys["model.vocab_multiple"] = ids, unit * tp * number(1, 4)
     keys["model.positions"], keys["model.tie_embeddings"] = pick("rope", "learned"), pick(True, False)

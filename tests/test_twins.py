@@ -9,6 +9,7 @@ imported, `minitron.pretrain` trains it on indexed files, and its checkpoint is 
 import math
 import re
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from kill_run import Ranks, new_store, records
 from layouts import config, first_gradients
 from minitron.checkpoint.load import ResumePoint, restore
 from minitron.comm.mesh import Mesh
+from minitron.config.schema import Config
 from minitron.data.batch import Batch
 from minitron.interop import convert_hf, hf
 from minitron.interop import hf_write as hf_export
@@ -56,9 +58,13 @@ SCALED = {
 GPT = dict(
     n_embd=32, n_layer=3, n_head=4, vocab_size=96, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
 )
+SMALL_QWEN3 = {"num_hidden_layers": 2, "head_dim": 12}
 MODELS = {
     "llama": lambda: transformers.LlamaConfig(**LLAMA, rope_theta=500.0, rope_scaling=SCALED),
     "llama tied": lambda: transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True),
+    "mistral": lambda: transformers.MistralConfig(**LLAMA, sliding_window=None),
+    "qwen 2.5": lambda: transformers.Qwen2Config(**LLAMA, rope_theta=500.0),
+    "qwen 3": lambda: transformers.Qwen3Config(**LLAMA | SMALL_QWEN3, tie_word_embeddings=True),
     "gpt": lambda: transformers.GPT2Config(**GPT),
     "llama padded": lambda: transformers.LlamaConfig(**LLAMA | {"vocab_size": 1003}),
     "gpt padded": lambda: transformers.GPT2Config(**GPT | {"vocab_size": 1003}),
@@ -282,6 +288,7 @@ def twin_runs(models, text):
 
 
 RUNS = [(name, layout) for name in MODELS if name not in VOCAB_MULTIPLE for layout in LAYOUTS]
+TUNED = ["llama tied", "mistral", "qwen 2.5", "qwen 3"]
 
 
 @pytest.mark.sampled(3)
@@ -297,3 +304,81 @@ def test_a_run_equals_a_page_of_torch(models, text, twin_runs, tmp_path, name, l
     assert ours.keys() == weights.keys()
     for weight, value in weights.items():
         assert_close_rel(ours[weight], value, TOLERANCE, f"final {weight}")
+
+
+def adapters_of(twin: torch.nn.Module, cfg: Config, read: Callable[[str], torch.Tensor]) -> torch.nn.Module:
+    """PEFT's adapters on transformers' model, with the factors that read(name) returns."""
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    names = dict(qkv="q_proj k_proj v_proj", o="o_proj", gate="gate_proj", up="up_proj", down="down_proj")
+    modules = [module for target in cfg.lora.targets for module in names[target].split()]
+    tuned = peft.get_peft_model(
+        twin, peft.LoraConfig(r=cfg.lora.rank, lora_alpha=cfg.lora.alpha, target_modules=modules)
+    )
+    with torch.no_grad():
+        for name, p in tuned.named_parameters():
+            if p.requires_grad:
+                p.copy_(factor(name, cfg, read))
+    return tuned.double()
+
+
+def factor(name: str, cfg: Config, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+    """What PEFT's parameter is among minitron's factors: q, k and v share an A and have their rows of one B."""
+    layer, module, side = re.search(r"layers\.(\d+)\.\w+\.(\w+)_proj\.lora_([AB])", name).groups()
+    q, kv = cfg.model.num_heads * cfg.model.head_width, cfg.model.kv_heads * cfg.model.head_width
+    places = {"q": ("qkv", slice(0, q)), "k": ("qkv", slice(q, q + kv)), "v": ("qkv", slice(q + kv, None))}
+    target, rows = places.get(module, (module, slice(None)))
+    weight = {"qkv": "attention.qkv", "o": "attention.out", "down": "mlp.down"}.get(target, "mlp.up")
+    if side == "B":
+        return read(f"blocks.{layer}.{weight}.adapter.b.{target}")[rows]
+    stacked = read(f"blocks.{layer}.{weight}.adapter.a")
+    first = cfg.lora.rank if target == "up" and "gate" in cfg.lora.targets else 0
+    return stacked[first : first + cfg.lora.rank]
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_lora_equals_peft(models, name):
+    """Twenty steps of AdamW beside frozen weights. The adapter of qkv has one A, which for PEFT are three equal ones.
+
+    So the sum of PEFT's three gradients of A is ours, and its three matrices are tied here.
+    """
+    reader = hf.FolderReader(models(name).folder, 1)
+    settings = {
+        "train": {"seq_len": SEQ_LEN, "micro_batch_size": 3, "global_batch_size": 6},
+        "precision": {"dtype": "fp32"},
+        "optimizer": {"betas": BETAS, "eps": 1e-5, "clip_grad": 0.0},
+        "finetune": {"kind": "lora", "base": str(models(name).folder)},
+        "lora": {"rank": 4, "alpha": 8.0, "targets": ("qkv", "o", "gate", "up", "down")},
+    }
+    cfg = config({"model": reader.config["model"] | {"rope_scaling": reader.model.rope_scaling}}, settings)
+    trainer = build(cfg, Mesh.offline(1))
+    restore(ResumePoint(base_weights=reader), trainer.state)
+    params = {p.spec.name: p for p in trainer.chunks[0].parameters()}
+    tuned = adapters_of(models(name).twin(), cfg, lambda name: params[name].detach())
+    groups: dict[str, list] = {}
+    for weight, p in tuned.named_parameters():
+        if p.requires_grad:
+            groups.setdefault(re.sub(r"[qkv]_proj\.lora_A", "qkv.lora_A", weight), []).append(p)
+    trained = [p for same in groups.values() for p in same]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, betas=BETAS, eps=1e-5, weight_decay=cfg.optimizer.weight_decay)
+    batches = microbatches(cfg.model.vocab_size, 2, 3)
+    count = sum(batch.count for batch in batches)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = 0.0
+        for batch in batches:
+            logits = tuned(input_ids=batch.tokens.T).logits.transpose(0, 1).flatten(0, 1)
+            losses = F.cross_entropy(logits, batch.labels.flatten(), reduction="none")
+            loss += (losses * batch.mask.flatten()).sum() / count
+        loss.backward()
+        for same in groups.values():  # the three A of q, k and v are one
+            total = sum(p.grad for p in same)
+            for p in same:
+                p.grad = total.clone() if len(same) > 1 else p.grad
+        optimizer.step()
+        figures = trainer.step(batches, lr=1e-2).read()
+        assert figures["loss"] == pytest.approx(loss.item(), rel=TOLERANCE), f"loss of step {step}"
+    trainer.gradients.wait_parameters()
+    for weight, p in tuned.named_parameters():
+        if p.requires_grad:
+            ours = factor(weight, cfg, lambda name: params[name].detach())
+            assert_close_rel(ours, p, 10 * TOLERANCE, weight)

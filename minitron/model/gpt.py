@@ -1,10 +1,10 @@
 """GPT-3 and Llama, top to bottom, on any mesh.
 
 Both families are one network with four differences, each a line below: norm (LayerNorm or RMSNorm), activation
-(GELU or SwiGLU), biases, positions (learned or rotary). A Llama may have what later models added: a bias of q, k, v
-(Qwen 2.5), norms of q and k (Qwen 3), heads of a width of their own. Parallelism shows in shapes only: a tensor-parallel rank
-has n/tp heads and f/tp of the MLP, a context-parallel rank s/cp of the sequence, a pipeline stage some of the
-blocks. Activations are [s, b, h], sequence first, so that a slice of the sequence is one piece of memory.
+(GELU or SwiGLU), biases, positions (learned or rotary). Keys add what Qwen has: a bias of q, k and v, norms of q and k.
+Parallelism shows in shapes only: a tensor-parallel rank has n/tp heads and f/tp of the MLP, a context-parallel rank
+s/cp of the sequence, a pipeline stage some of the blocks. Activations are [s, b, h], sequence first, so that a slice
+of the sequence is one piece of memory.
 
     tokens [s/cp, b] -> embedding [s/cp/tp, b, h] -> blocks -> final norm -> logits [s/cp, b, v/tp] -> loss sum
 

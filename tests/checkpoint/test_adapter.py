@@ -77,7 +77,15 @@ def logits_of(trainer, batch) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "name, targets",
-    [("llama3.1", ("qkv",)), ("llama", ALL), ("llama-tied", ("v", "q", "down")), ("gpt2", ("qkv", "o", "up", "down"))],
+    [
+        ("llama3.1", ("qkv",)),
+        ("llama", ALL),
+        ("llama-tied", ("v", "q", "down")),
+        ("mistral", ("k", "o")),
+        ("qwen2", ("qkv", "up")),
+        ("qwen3", ALL),
+        ("gpt2", ("qkv", "o", "up", "down")),
+    ],
 )
 def test_merged_and_peft_equal_the_trained_adapter(bases, tmp_path, name, targets):
     """Trained, saved, exported twice: what transformers and PEFT compute from the exports is what we compute."""

@@ -57,6 +57,12 @@ MODELS = {
     "llama2": lambda: transformers.LlamaConfig(**LLAMA | {"num_key_value_heads": 4, "rms_norm_eps": 1e-2}),
     "llama3.1": lambda: transformers.LlamaConfig(**LLAMA, **SCALED),
     "llama-tied": lambda: transformers.LlamaConfig(**LLAMA, **SCALED, tie_word_embeddings=True),
+    "llama3.2": lambda: transformers.LlamaConfig(**LLAMA, **SCALED, tie_word_embeddings=True, head_dim=12),
+    "mistral": lambda: transformers.MistralConfig(
+        **LLAMA | {"num_attention_heads": 6}, head_dim=8, sliding_window=None
+    ),
+    "qwen2": lambda: transformers.Qwen2Config(**LLAMA, tie_word_embeddings=True),
+    "qwen3": lambda: transformers.Qwen3Config(**LLAMA, head_dim=12),
     "gpt2": lambda: transformers.GPT2Config(**GPT2),
     "gpt2-untied": lambda: transformers.GPT2Config(**GPT2, n_inner=80, tie_word_embeddings=False),
 }
@@ -370,8 +376,16 @@ def test_keys_that_leave_the_network_as_it_is_are_accepted(name, folders):
 @pytest.mark.parametrize(
     "name,changes,message",
     [
-        ("llama", {"model_type": "mistral"}, "model_type='mistral' is not supported; llama and gpt2 are"),
-        ("llama", {"model_type": ["llama"]}, "model_type=['llama'] is not supported; llama and gpt2 are"),
+        (
+            "llama",
+            {"model_type": "gemma"},
+            "model_type='gemma' is not supported; llama, mistral, qwen2, qwen3, gpt2 are",
+        ),
+        (
+            "llama",
+            {"model_type": ["llama"]},
+            "model_type=['llama'] is not supported; llama, mistral, qwen2, qwen3, gpt",
+        ),
         ("llama", {"attention_bias": True}, "attention_bias=True is not supported, minitron's llama has False"),
         ("llama", {"mlp_bias": True}, "mlp_bias=True is not supported"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, minitron's llama has 'silu'"),
@@ -383,10 +397,15 @@ def test_keys_that_leave_the_network_as_it_is_are_accepted(name, folders):
         ("llama", {"sliding_window": 4096}, "sliding_window=4096 is not supported, minitron's llama has None"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} is not supported"),
         ("llama", {"auto_map": {"AutoModel": "own.Model"}}, "auto_map={'AutoModel': 'own.Model'} is not supported"),
-        ("llama", {"head_dim": 16}, "head_dim=16 is not supported, minitron's llama has None or 8"),
+        ("llama", {"head_dim": 15}, "model.head_dim=15 is odd"),
+        ("gpt2", {"head_dim": 16}, "head_dim=16 is not supported, minitron's gpt has None or 8"),
         ("llama", {"hidden_size": ...}, "hidden_size is missing"),
         ("llama", {"hidden_size": "wide"}, "model.hidden_size=wide is not an integer"),
-        ("llama", {"num_attention_heads": 5}, "model.num_heads=5 does not divide model.hidden_size=32"),
+        (
+            "llama",
+            {"num_attention_heads": 5, "head_dim": ...},
+            "model.num_heads=5 does not divide model.hidden_size=32",
+        ),
         ("gpt2", {"activation_function": "relu"}, "activation_function='relu' is not supported, minitron's gpt has"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True is not supported"),
         ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=False is not supported"),

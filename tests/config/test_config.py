@@ -416,6 +416,8 @@ def test_an_override_of_the_format_drops_the_loss_scale_of_a_file(tmp_path):
 # ---- the rules ----------------------------------------------------------------------------------------------------
 
 FP8 = ["precision.fp8=current"]
+EXPORTED_GPT = ["model.family=gpt", "model.positions=learned", "model.num_kv_heads=null"]
+EXPORTED_GPT += ["checkpoint.export=hf", "checkpoint.dir=x"]
 
 
 @pytest.mark.parametrize(
@@ -473,6 +475,20 @@ FP8 = ["precision.fp8=current"]
         ),
         (["model.num_kv_heads=3"], 1, ["model.num_kv_heads=3 does not divide model.num_heads=8; use 1, 2, 4 or 8"]),
         (["model.hidden_size=24"], 1, ["model.hidden_size/num_heads=24/8=3 is odd", "make it even"]),
+        (["model.head_dim=5"], 1, ["model.head_dim=5 is odd", "make it even"]),
+        (["model.family=gpt", "model.qkv_bias=true"], 1, ["model.qkv_bias=true does not go with model.family=gpt"]),
+        ([*FP8, "model.head_dim=4", "parallel.tp=4"], 4, ["the width of all heads / tp=8 is no multiple of 16"]),
+        (
+            ["checkpoint.export=hf", "checkpoint.dir=x", "model.qk_norm=true", "model.qkv_bias=true"],
+            1,
+            ["model.qk_norm=true cannot be exported: transformers' llama with qkv_bias has false"],
+        ),
+        (
+            [*EXPORTED_GPT, "model.head_dim=8"],
+            1,
+            ["model.head_dim=8 cannot be exported: transformers' gpt has 16", "checkpoint.export=none"],
+        ),
+        ([*EXPORTED_GPT, "model.qk_norm=true"], 1, ["model.qk_norm=true cannot be exported: transformers' gpt has"]),
         (["model.positions=learned", "model.rope_scaling.factor=8"], 1, ["does not go with model.positions=learned"]),
         (["model.rope_scaling.low_freq_factor=4"], 1, ["low_freq_factor=4.0 must be below high_freq_factor=4.0"]),
         (["parallel.tp=2", "parallel.pp=2", "parallel.cp=2"], 4, ["tp*pp*cp=2*2*2=8 needs 8 ranks, but there are 4"]),
@@ -794,6 +810,8 @@ def test_gpu_too_old(argv, capability, parts):
         (["parallel.pp=2", "parallel.layers_per_stage=[1,3]", "parallel.schedule=zb-h1"], 2, None),
         (["parallel.cp=2", "parallel.cp_style=ulysses", "train.seq_len=254"], 2, None),
         (["model.family=gpt", "model.positions=learned", "model.hidden_size=24", "model.num_kv_heads=null"], 1, None),
+        (["model.hidden_size=130", "model.head_dim=16"], 1, None),
+        ([*EXPORTED_GPT, "model.head_dim=16"], 1, None),
         (["model.attention_dropout=0.1", "model.hidden_dropout=0.1"], 1, None),
         (["data.source=indexed", "data.paths=[3,a]"], 1, None),
     ],

@@ -100,6 +100,16 @@ def test_six_operations_per_weight():
     assert flops.full(LLAMA_8B, 1, squared_lengths=0) == pytest.approx(6 * weights, rel=1e-12)
 
 
+def test_wider_heads_have_larger_projections_and_scores():
+    """Qwen 3 0.6B has heads of 128 channels, twice hidden_size / num_heads."""
+    plain = replace(LLAMA_8B, hidden_size=1024, num_heads=16)
+    wide = replace(plain, head_dim=128)
+    more = plain.num_layers * 1024 * (2 * 16 + 2 * 8) * (128 - 64)  # elements of q, k, v and out
+    assert flops.full(wide, 1, 0) - flops.full(plain, 1, 0) == pytest.approx(6 * more, rel=1e-12)
+    scores = [flops.full(m, 1, 1e9) - flops.full(m, 1, 0) for m in (plain, wide)]
+    assert scores[1] == pytest.approx(2 * scores[0], rel=1e-9)
+
+
 @pytest.mark.parametrize(
     "name, bf16, fp8",
     [

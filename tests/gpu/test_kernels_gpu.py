@@ -334,7 +334,7 @@ def test_square_sum(dtype, n):
 
 
 @dtypes
-@pytest.mark.parametrize("h", [512, 4096, 5120, 8192, 12288])
+@pytest.mark.parametrize("h", [64, 128, 512, 4096, 5120, 8192, 12288])
 @pytest.mark.parametrize(
     "layer_norm,delta,delta_bias,dtotal",
     [

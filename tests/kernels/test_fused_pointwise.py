@@ -65,6 +65,11 @@ def norms():
         dy, dtotal = randn(5, 7, h, seed=5).transpose(0, 1), randn(7, 5, h, seed=6) if with_dtotal else None
         inputs = dy, dtotal, *twins[::2], weight, with_bias, frozen
         assert_twins(*(ops.add_norm_backward(*inputs) for ops in (fused, plain)), what=what)
+    q, weight, dqkv = 3 + randn(7, 2, 3, 16), 1 + randn(16, seed=1), randn(7, 2, 5, 16, seed=2)  # rows of one head
+    mine, twins = (ops.add_norm((q, None, None), weight, None, 1e-6) for ops in (fused, plain))
+    assert_twins(mine, twins, what="heads")
+    inputs = dqkv[:, :, :3], None, *twins[::2], weight, False, False
+    assert_twins(*(ops.add_norm_backward(*inputs) for ops in (fused, plain)), what="heads")
 
 
 def swiglu():

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -11,18 +10,16 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-import test_invariance
-from layouts import GPT3, LLAMA, config, train_steps
+from layouts import GPT3, LLAMA, QWEN, config, train_steps
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import RopeScaling
 from minitron.data.batch import Batch
 from minitron.interop import hf_write as hf_export
 from minitron.kernels.kernels import choose
-from minitron.kernels.param import with_main_grad
 from minitron.kernels.rng import AttentionDropout, dropout, token_counters
-from minitron.model.gpt import GPT, Attention, whole_model
+from minitron.model.gpt import GPT, whole_model
 from minitron.model.init import initialise
-from minitron.parallel.layer_context import make_layer_context
+from minitron.parallel.layer_context import LayerContext, make_layer_context
 from minitron.parallel.tiles import as_documents
 from minitron.testing import assert_close_rel
 from test_invariance import assert_equals_one_process, axes
@@ -76,10 +73,13 @@ SCALED = {"model": {"rope_scaling": RopeScaling(factor=8.0, original_max_positio
         (LLAMA, SCALED),
         (LLAMA, {"model": {"tie_embeddings": True}}),
         (LLAMA, {"model": {"num_kv_heads": None}}),
+        (QWEN, {"model": {"qk_norm": False, "tie_embeddings": True}}),
+        (QWEN, {"model": {"qkv_bias": False}}),
+        (QWEN, {"model": {"qkv_bias": False, "qk_norm": False, "hidden_size": 30}}),
         (GPT3, {}),
         (GPT3, {"model": {"tie_embeddings": False}}),
     ],
-    ids=["llama3", "llama3.1", "llama-tied", "llama2", "gpt", "gpt-untied"],
+    ids=["llama3", "llama3.1", "llama-tied", "llama2", "qwen2", "qwen3", "mistral", "gpt", "gpt-untied"],
 )
 def test_logits_and_loss_equal_transformers(base, change):
     cfg = config(base, change, {"model": {"vocab_multiple": 1}})  # padding is minitron's alone
@@ -199,64 +199,18 @@ def test_initial_weights_do_not_depend_on_the_number_of_stages():
 # ---- a parameter of each head --------------------------------------------------------------------------------------
 
 
-def norm_heads(attention, qkv, args, y):
-    """A hook of `qkv`: RMS norms of every head of q and k over its channels, with weights that all heads share."""
-    q, k, v = y.unflatten(-1, (-1, attention.head_dim)).split(
-        (attention.heads, attention.kv_heads, attention.kv_heads), 2
-    )
-    q, k = (
-        F.rms_norm(x, x.shape[-1:]) * with_main_grad(weight)
-        for x, weight in ((q, attention.q_norm), (k, attention.k_norm))
-    )
-    return torch.cat([q, k, v], 2).flatten(2)
+def train_as_if_all_ranks_had_all_heads(cfg):
+    parameter = LayerContext.parameter
 
+    def whole(self, *args, per_head=False, **keys):
+        return parameter(self, *args, **keys)
 
-def train_with_normed_heads(cfg, per_head=True):
-    original = Attention.__init__
-
-    def with_norms(self, cfg, mesh, layout, *rest):
-        original(self, cfg, mesh, layout, *rest)
-        self.q_norm, self.k_norm = (layout.parameter((self.head_dim,), fill=1.0, per_head=per_head) for _ in range(2))
-        self.qkv.register_forward_hook(partial(norm_heads, self))
-
-    with mock.patch.object(Attention, "__init__", with_norms):
+    with mock.patch.object(LayerContext, "parameter", whole):
         return train_steps(cfg)
 
 
-def train_as_if_all_ranks_had_all_heads(cfg):
-    return train_with_normed_heads(cfg, per_head=False)
-
-
-@pytest.fixture
-def assert_layout(ranks, monkeypatch):
-    monkeypatch.setattr(test_invariance, "_twins", {})
-
-    monkeypatch.setattr(test_invariance, "train_steps", train_with_normed_heads)  # of the twin
-
-    def check(world, layout, run=train_with_normed_heads):
-        assert_equals_one_process(ranks, world, LLAMA, {}, axes(layout), run=run)
-        return test_invariance.twin(LLAMA, test_invariance.SMALL, {})[1]
-
-    return check
-
-
-@pytest.mark.parametrize(
-    "world, layout",
-    [
-        (1, "tp=1"),
-        (2, "tp=2"),
-        (2, "tp=2 sequence_parallel=off"),
-        (4, "tp=4 sequence_parallel=off overlap_grads=off"),
-        (4, "tp=2 cp=2"),
-        (4, "tp=2 pp=2 sequence_parallel=off"),
-    ],
-)
-def test_a_parameter_of_each_head_has_the_gradient_of_all_heads(assert_layout, world, layout):
-    """A rank has some of the heads, so what it adds up for a weight that all heads share is a part."""
-    gradients = assert_layout(world, layout)
-    assert gradients["blocks.0.attention.q_norm"].norm() > 0 < gradients["blocks.0.attention.k_norm"].norm()
-
-
-def test_a_parameter_of_each_head_that_does_not_say_so_is_found(assert_layout):
+def test_a_parameter_of_each_head_that_does_not_say_so_is_found(ranks):
     with pytest.raises(AssertionError, match="gradient of blocks.*attention.[qk]_norm"):
-        assert_layout(2, "tp=2 sequence_parallel=off", train_as_if_all_ranks_had_all_heads)
+        assert_equals_one_process(
+            ranks, 2, QWEN, {}, axes("tp=2 sequence_parallel=off"), run=train_as_if_all_ranks_had_all_heads
+        )

@@ -108,11 +108,19 @@ def test_an_example_trains_as_one_process_does(assert_layout, name, recompute, w
     assert all(grad.norm() > 0 for grad in gradients.values())
 
 
+def test_a_norm_of_heads_trains_as_the_built_in_one(examples):
+    cfg = config(LLAMA, test_invariance.SMALL)
+    mine, _ = train_qk_norm(cfg)
+    theirs, _ = train_steps(config(cfg, {"model": {"qk_norm": True}}))
+    for step, twin in zip(mine, theirs, strict=True):
+        assert all(step[key] == pytest.approx(value, rel=TOLERANCE) for key, value in twin.items())
+
+
 def test_a_norm_that_does_not_say_per_head_is_found(assert_layout, examples):
     path = examples / "qk_norm.py"
     assert path.read_text().count(", per_head=True") == 2
     path.write_text(path.read_text().replace(", per_head=True", ""))
-    with pytest.raises(AssertionError, match="gradient of blocks.*attention.[qk]_norm"):
+    with pytest.raises(AssertionError, match="gradient of blocks.*attention.norm_[qk]"):
         assert_layout("qk_norm", 2, "tp=2 sequence_parallel=off", {})
 
 
@@ -187,8 +195,8 @@ def test_an_example_has_the_logits_of_transformers(examples, name):
         )
     )
     for i in range(cfg.model.num_layers if name == "qk_norm" else 0):
-        for norm in ("q_norm", "k_norm"):
-            weights[f"model.layers.{i}.self_attn.{norm}.weight"] = params[f"blocks.{i}.attention.{norm}"]
+        for x in "qk":
+            weights[f"model.layers.{i}.self_attn.{x}_norm.weight"] = params[f"blocks.{i}.attention.norm_{x}"]
     twin.load_state_dict(weights)
     with torch.no_grad():
         expected = twin(batch.tokens.T).logits.transpose(0, 1)

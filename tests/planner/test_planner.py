@@ -85,6 +85,7 @@ SMALL = [
     "train.global_batch_size=16",
 ]
 GPT3 = ["model.family=gpt", "model.positions=learned", "model.tie_embeddings=true", "model.num_kv_heads=null"]
+QWEN = ["model.head_dim=256", "model.qkv_bias=true", "model.qk_norm=true"]
 
 
 FP8_HEAD = "precision.fp8_head=true"
@@ -99,7 +100,7 @@ def recipe(name, *overrides):
 # ---- what is counted -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ([], GPT3), ids=("llama", "gpt"))
+@pytest.mark.parametrize("family", ([], GPT3, QWEN), ids=("llama", "gpt", "qwen"))
 @pytest.mark.parametrize("layout", [(1, 1, 1, 1), (2, 1, 1, 1), (4, 2, 2, 1), (2, 4, 1, 2), (1, 2, 4, 2)])
 def test_operations_of_all_stages_are_those_that_flops_counts(family, layout):
     """Of the products all, of the scores the half that the mask leaves, 14 for `full`'s 12."""
@@ -204,7 +205,7 @@ def test_no_product_is_faster_than_its_rate_and_larger_ones_take_longer(shape, f
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ([], GPT3), ids=("llama", "gpt"))
+@pytest.mark.parametrize("family", ([], GPT3, QWEN), ids=("llama", "gpt", "qwen"))
 @pytest.mark.parametrize("layout", [(1, 1, 1), (2, 2, 2), (4, 4, 1)])
 def test_parameters_are_those_of_the_model(family, layout):
     """Of every pipeline rank, counted in the real modules on the meta device."""
@@ -233,6 +234,7 @@ COUNTING = "log.dir=unused", "log.numerics_every=100"  # what casts lose
     3,
     "llama3_8b_lora optimizer.grad_dtype=bf16",
     "llama3_8b model.num_layers=2 model.head_piece=4096",
+    "qwen3_8b_lora lora.targets=[q,v,down]",
     "llama3_8b model.num_layers=2 model.head_piece=2048 parallel.pp=2 parallel.schedule=zb-h1",
 )
 @pytest.mark.parametrize(
@@ -296,6 +298,12 @@ COUNTING = "log.dir=unused", "log.numerics_every=100"  # what casts lose
         ("llama3_8b", 1, ["model.num_layers=2", "model.head_piece=1024", "precision.fp8=current", FP8_HEAD]),
         ("llama3_8b", 2, ["model.num_layers=2", "model.head_piece=2048", "parallel.pp=2", "parallel.schedule=zb-h1"]),
         ("llama3_8b_lora", 1, ["model.head_piece=2048", "train.recompute=selective"]),
+        ("qwen3_8b_lora", 1, ["lora.targets=[q,v,down]"]),
+        ("qwen3_8b_sft", 2, ["model.num_layers=4", "parallel.tp=2"]),
+        ("qwen3_8b_sft", 2, ["model.num_layers=4", "parallel.pp=2", "train.recompute=selective"]),
+        ("qwen3_8b_sft", 2, ["model.num_layers=4", "parallel.pp=2", "parallel.schedule=zb-h1", "model.qkv_bias=true"]),
+        ("qwen3_8b_sft", 1, ["model.num_layers=4", "precision.fp8=delayed", "model.head_dim=256"]),
+        ("qwen3_8b_sft", 2, ["model.num_layers=4", "train.recompute=full"]),
     ],
     ids=lambda layout: " ".join([layout[0], *layout[2]]),
 )
@@ -520,7 +528,13 @@ def counted_by_hand(cfg, world) -> dict:
     turned = 2 * 2 * (q + kv) * tokens if llama else 0  # q and k
     side_by_side = 2 * 2 * (q + 2 * kv) * tokens  # dq, dk, dv
     activation, activation_back = 2 * (inner + f) * tokens, 2 * (f + inner + inner) * tokens
-    biases = 0 if llama else 2 * (q + 2 * kv + f) * tokens + 2 * 2 * h * rows
+    biases = 0 if llama else 2 * f * tokens + 2 * 2 * h * rows
+    if m.biased_qkv:
+        biases += 2 * (q + 2 * kv) * tokens
+    normed = 0
+    if m.qk_norm:  # q and k are copied, normed and joined with v; the backward also reads them, and joins dq, dk, dv
+        copies, joins = 2 * 2 * (q + kv) * tokens, 2 * 2 * (q + 2 * kv) * tokens
+        normed = (copies + 2 * 2 * (q + kv) * tokens + joins) + (copies + 2 * 3 * (q + kv) * tokens + joins)
     pieces = 2 * 2 * h * (tokens + rows) if p.tp > 1 else 0  # two scatters end in a sum
     merges = (p.cp - 1) * 3 * 2 * q * tokens  # of the ring: two outs read, one written
     casts = casts_back = 0
@@ -540,6 +554,7 @@ def counted_by_hand(cfg, world) -> dict:
         + activation
         + activation_back
         + biases
+        + normed
         + 2 * pieces
         + 2 * merges
         + casts
@@ -566,7 +581,7 @@ def counted_by_hand(cfg, world) -> dict:
     kernels = 4 * q * pairs / 1e12  # of the forward; the backward takes 2.5 of it
     # Keys and values go round twice; their gradients take every step of the second round, and one more, to come home.
     over_cp = (p.cp - 1) * hop + (p.cp - 1) * hop + p.cp * sums if p.cp > 1 else 0
-    vectors = 2 * h if llama else 6 * h + q + 2 * kv + f
+    vectors = (2 * h if llama else 6 * h + f) + (q + 2 * kv) * m.biased_qkv + 2 * d * m.qk_norm
     tables = v * h * (1 if m.tie_embeddings else 2) + (m.max_positions * h if m.positions == "learned" else 0)
     trained = m.num_layers * (matrices + vectors) + tables + (1 if llama else 2) * h
     shards = dp * p.cp
@@ -611,6 +626,9 @@ def counted_by_hand(cfg, world) -> dict:
         (4, [*GPT3, "parallel.tp=2", "precision.fp8=delayed", "optimizer.grad_dtype=bf16"]),
         (4, ["parallel.tp=2", "precision.fp8=delayed", "precision.fp8_params=true"]),
         (2, [*GPT3, "precision.fp8=current", "precision.fp8_params=true"]),
+        (4, [*QWEN, "parallel.tp=2"]),
+        (4, [*QWEN, "parallel.cp=2", "precision.fp8=delayed"]),
+        (2, [*QWEN, "train.recompute=selective"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )

@@ -98,6 +98,7 @@ def test_products_by_rate_traffic_and_tiles():
         (["parallel.tp=4"], "minitron", 50 + 2 * 44),
         (["parallel.tp=4"], "megatron", 50 + 60),
         (LORA, "minitron", 50 + 2 * 8),
+        (["model.qk_norm=true"], "minitron", 50 + 15),
     ],
 )
 def test_a_kernel_costs_a_gap(keys, software, kernels):
