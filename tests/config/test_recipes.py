@@ -44,8 +44,10 @@ PUBLISHED = {
     "gpt3_175b_gke": 174.6,
     "llama3_8b_sft": 8.03,
     "llama3_8b_lora": 8.03,
+    "qwen3_8b_sft": 8.19,
+    "qwen3_8b_lora": 8.19,
 }
-# GPUs of the smallest published run of each, and its microbatches per step on every data-parallel rank.
+# GPUs of the smallest published run of each (of Qwen 3: as of Llama 3), and its microbatches per step on every data-parallel rank.
 JOBS = {
     "gpt3_175b": (128, 64),
     "gpt3_175b_gke": (256, 256),
@@ -57,6 +59,8 @@ JOBS = {
     "llama3_8b": (8, 32),
     "llama3_8b_sft": (8, 8),
     "llama3_8b_lora": (8, 4),
+    "qwen3_8b_sft": (8, 8),
+    "qwen3_8b_lora": (8, 4),
 }
 # What the JUBE benchmark's job scripts hand to Megatron: the argument, our key, its value.
 JUBE = """
