@@ -288,10 +288,10 @@ def twin_runs(models, text):
 
 
 RUNS = [(name, layout) for name in MODELS if name not in VOCAB_MULTIPLE for layout in LAYOUTS]
-TUNED = ["llama tied", "mistral", "qwen 2.5", "qwen 3"]
+TUNED = ["qwen 3", "qwen 2.5", "mistral", "llama tied"]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4, "qwen 3-tp 2 x pp 2")
 @pytest.mark.parametrize("name,layout", [*RUNS, ("llama padded", "tp 2 x pp 2")])
 def test_a_run_equals_a_page_of_torch(models, text, twin_runs, tmp_path, name, layout):
     figures, weights = twin_runs(name)
@@ -335,6 +335,7 @@ def factor(name: str, cfg: Config, read: Callable[[str], torch.Tensor]) -> torch
     return stacked[first : first + cfg.lora.rank]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", TUNED)
 def test_lora_equals_peft(models, name):
     """Twenty steps of AdamW beside frozen weights. The adapter of qkv has one A, which for PEFT are three equal ones.

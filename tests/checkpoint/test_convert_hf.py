@@ -57,7 +57,6 @@ MODELS = {
     "llama2": lambda: transformers.LlamaConfig(**LLAMA | {"num_key_value_heads": 4, "rms_norm_eps": 1e-2}),
     "llama3.1": lambda: transformers.LlamaConfig(**LLAMA, **SCALED),
     "llama-tied": lambda: transformers.LlamaConfig(**LLAMA, **SCALED, tie_word_embeddings=True),
-    "llama3.2": lambda: transformers.LlamaConfig(**LLAMA, **SCALED, tie_word_embeddings=True, head_dim=12),
     "mistral": lambda: transformers.MistralConfig(
         **LLAMA | {"num_attention_heads": 6}, head_dim=8, sliding_window=None
     ),

@@ -47,7 +47,8 @@ PUBLISHED = {
     "qwen3_8b_sft": 8.19,
     "qwen3_8b_lora": 8.19,
 }
-# GPUs of the smallest published run of each (of Qwen 3: as of Llama 3), and its microbatches per step on every data-parallel rank.
+# GPUs of the smallest published run of each, of Qwen 3 those of Llama 3, and its microbatches per step on every
+# data-parallel rank.
 JOBS = {
     "gpt3_175b": (128, 64),
     "gpt3_175b_gke": (256, 256),

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from layouts import GPT3, LLAMA, config, mesh_of
+from layouts import GPT3, LLAMA, QWEN, config, mesh_of
 from minitron.comm.mesh import Mesh
 from minitron.config import cli
 from minitron.config.schema import FinetuneConfig
@@ -89,6 +89,7 @@ LAYOUTS = [
     (4, settings(GPT3, parallel=dict(pp=4, vp=2), model=dict(num_layers=8), train=dict(global_batch_size=6))),
     (8, settings(GPT3, parallel=dict(tp=2, pp=2, vp=2), train=dict(recompute="selective"))),
     (4, settings(GPT3, parallel=dict(tp=2, pp=2, schedule="zb-h1"))),
+    (2, settings(QWEN, parallel=dict(tp=2, sequence_parallel=False))),
 ]
 
 
@@ -264,7 +265,12 @@ def test_a_configuration_is_checked_first():
 
 @pytest.mark.parametrize(
     "base,changes",
-    [(LLAMA, {}), (GPT3, dict(train=dict(recompute="selective"))), (LLAMA, dict(train=dict(recompute="full")))],
+    [
+        (LLAMA, {}),
+        (QWEN, {}),
+        (GPT3, dict(train=dict(recompute="selective"))),
+        (LLAMA, dict(train=dict(recompute="full"))),
+    ],
 )
 def test_memory_is_that_of_a_run_on_a_real_device(monkeypatch, base, changes):
     """The same kernels on a CPU and on meta: every action reaches the same number of bytes."""
