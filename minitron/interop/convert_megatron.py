@@ -44,8 +44,6 @@ BLOCK = {
     "norm1.bias": ("self_attention.linear_qkv.layer_norm_bias", "input_layernorm.bias"),
     "attention.qkv.weight": ("self_attention.linear_qkv.weight",),
     "attention.qkv.bias": ("self_attention.linear_qkv.bias",),
-    "attention.q_norm.weight": ("self_attention.q_layernorm.weight",),
-    "attention.k_norm.weight": ("self_attention.k_layernorm.weight",),
     "attention.out.weight": ("self_attention.linear_proj.weight",),
     "attention.out.bias": ("self_attention.linear_proj.bias",),
     "norm2.weight": ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
@@ -192,6 +190,8 @@ def model_of(reader: Reader, weights: set[str], keys: list[str], accepted: set[s
         print(f"note: the keys alone describe the model, since the run's arguments cannot be read{printable(why)}")
     cfg = cli.load([*keys, "train.seq_len=1"], ({"model": model}, str(reader.path)))
     rules.check(cfg, world=1)
+    if cfg.model.qk_norm:
+        raise ValueError("model.qk_norm=true: Megatron's norms of q and k are not converted; import from Hugging Face")
     return cfg.model, gpt and args.get("bias_gelu_fusion", True) is False
 
 

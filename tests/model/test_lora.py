@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import test_invariance
-from layouts import GPT3, LLAMA, adapters_that_do_something, config, dataset_of, mesh_of, train_steps
+from layouts import GPT3, LLAMA, QWEN, adapters_that_do_something, config, dataset_of, mesh_of, train_steps
 from minitron.comm.mesh import Mesh
 from minitron.config import rules
 from minitron.config.schema import Config
@@ -153,6 +153,16 @@ def assert_layout(ranks, monkeypatch):
 )
 def test_every_layout_equals_one_process(assert_layout, world, layout, targets):
     assert_layout(world, LLAMA, lora(*targets), layout)
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize(
+    "world, layout",
+    [(2, "tp=2 sequence_parallel=off"), (2, "tp=2"), (2, "pp=2"), (2, "cp=2"), (2, ""), (8, "tp=2 pp=2 cp=2")],
+)
+def test_beside_heads_as_qwen_has_them(assert_layout, world, layout):
+    """Norms of q and k are frozen: their backward computes no gradient of a weight."""
+    assert_layout(world, QWEN, lora(*ALL), layout)
 
 
 @pytest.mark.sampled(3)

@@ -218,6 +218,7 @@ def test_without_arguments_keys_say_it_and_win(source, tmp_path):
         if gpt
         else ["model.num_kv_heads=2", "model.rope_theta=500", "model.max_positions=64"]
     )
+    assert error_of(folder, tmp_path / "x", *keys, "model.qk_norm=true").startswith("model.qk_norm=true: ")
     convert(folder, tmp_path / "out", *keys)
     assert all(torch.equal(a, weights_of(expected)[name]) for name, a in weights_of(tmp_path / "out").items())
     convert(folder, tmp_path / "yaml", expected / "model.yaml", "--dtype", "bf16")
