@@ -242,14 +242,11 @@ def _check_finetune(cfg: Config) -> None:
 def check_exportable(m: ModelConfig) -> None:
     """Check that transformers has this model: it has no mixture of the families."""
     gpt = m.family == "gpt"
-    positions, kv_heads = ("learned", m.num_heads) if gpt else ("rope", m.kv_heads)
-    heads = ("head_dim", m.head_width, m.hidden_size // m.num_heads if gpt else m.head_width)
-    normed = ("qk_norm", m.qk_norm, m.qk_norm and not m.biased_qkv)
     for key, value, wanted in (
-        ("positions", m.positions, positions),
-        ("num_kv_heads", m.kv_heads, kv_heads),
-        heads,
-        normed,
+        ("positions", m.positions, "learned" if gpt else "rope"),
+        ("num_kv_heads", m.kv_heads, m.num_heads if gpt else m.kv_heads),
+        ("head_dim", m.head_width, m.hidden_size // m.num_heads if gpt else m.head_width),
+        ("qk_norm", m.qk_norm, m.qk_norm and not m.biased_qkv),
     ):
         if value != wanted:
             kind = f"{m.family} with qkv_bias" if m.qkv_bias else m.family
