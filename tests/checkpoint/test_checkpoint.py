@@ -609,6 +609,9 @@ def test_saves_would_delete_the_weights_that_a_run_starts_from(tmp_path, more):
     [
         ({"num_layers": 4}, "index.json is of another model: model.num_layers was 2 and is 4; "),
         ({"num_kv_heads": 2}, "model.num_kv_heads was 4 and is 2"),
+        ({"head_dim": 6}, "model.head_dim was 4 and is 6"),
+        ({"qkv_bias": True}, "model.qkv_bias was False and is True"),
+        ({"qk_norm": True}, "model.qk_norm was False and is True"),
         ({"rope_theta": 500.0}, "model.rope_theta was 100.0 and is 500.0"),
         ({"rope_scaling": RopeScaling()}, "model.rope_scaling was None and is "),
         ({"norm_eps": 1e-6}, "model.norm_eps was 1e-05 and is 1e-06"),
@@ -624,6 +627,8 @@ def test_another_model(tmp_path, change, message):
     other = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, **change))
     with pytest.raises(CheckpointError, match=message):
         start_trainer(other)
+    # A width that is written out is no other one.
+    start_trainer(dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, head_dim=cfg.model.head_width)))
     loading = dataclasses.replace(other, checkpoint=dataclasses.replace(Config().checkpoint, load=str(tmp_path)))
     # A longer context, say, is a reason to take weights into another model.
     if change.keys() & {"rope_theta", "rope_scaling", "norm_eps", "vocab_size"}:
