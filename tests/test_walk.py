@@ -1,4 +1,4 @@
-"""The walk in minitron/README.md shows the code as it is."""
+"""The walk in minitron/README.md shows the code as it is, and the table in configs/README.md the names as they are."""
 
 import re
 from dataclasses import fields
@@ -9,6 +9,11 @@ import walk
 def test_the_pictures_and_excerpts_are_those_of_the_code():
     page = walk.PAGE.read_text()
     assert walk.rendered(page) == page, "run PYTHONPATH=. python tests/walk.py"
+
+
+def test_the_table_of_names_is_that_of_the_data():
+    [table] = walk.TABLE.findall(walk.KEYS_PAGE.read_text())
+    assert table == walk.names(), "run PYTHONPATH=. python tests/walk.py"
 
 
 def test_each_step_has_a_picture_and_a_short_excerpt():

@@ -1,8 +1,8 @@
-"""The pictures and excerpts of the walk in minitron/README.md, made from the code.
+"""The pictures and excerpts of the walk in minitron/README.md, and the table of names in configs/README.md.
 
-    PYTHONPATH=. python tests/walk.py       write them into the page again, after the code has changed
+    PYTHONPATH=. python tests/walk.py       write them into the pages again, after the code or names.yaml has changed
 
-A block of the page follows a comment that names it: `<!-- picture: mesh -->` or `<!-- code: Trainer.step -->`. A
+A block of the walk follows a comment that names it: `<!-- picture: mesh -->` or `<!-- code: Trainer.step -->`. A
 function of this file returns the picture. An excerpt is a definition without its docstring. It is named by the end of
 its dotted path, as in mistakes.toml.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import numpy as np
+import yaml
 
 from definitions import Sources
 from minitron.comm.mesh import AXES, Mesh
@@ -30,6 +31,10 @@ from minitron.train import build
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "minitron" / "README.md"
+KEYS_PAGE = ROOT / "configs" / "README.md"
+NAMES = ROOT / "minitron" / "config" / "names.yaml"
+TABLE = re.compile(r"(?<=<!-- table: names -->\n)(?:\|.*\n)*")
+TRAINERS = {"nemo": "NeMo, Megatron-LM", "trl": "TRL, PEFT, transformers", "torchtitan": "torchtitan"}
 BLOCK = re.compile(r"<!-- (picture|code): (\S+) -->\n```\w*\n(.*?)```\n", re.DOTALL)
 # The example of the walk: 16 ranks, two along each axis.
 MODEL = "model.num_layers=2 model.hidden_size=16 model.num_heads=4 model.num_kv_heads=2 model.ffn_hidden_size=32"
@@ -185,5 +190,14 @@ def rendered(page: str) -> str:
     return BLOCK.sub(block, page)
 
 
+def names() -> str:
+    """What other trainers call our keys, and what no key does: a row each."""
+    rows = [["here", *TRAINERS.values()], ["---"] * (1 + len(TRAINERS))]
+    for ours, theirs in yaml.safe_load(NAMES.read_text()).items():
+        rows.append([ours if " " in ours else f"`{ours}`", *(theirs.get(name, "") for name in TRAINERS)])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
 if __name__ == "__main__":
     PAGE.write_text(rendered(PAGE.read_text()))
+    KEYS_PAGE.write_text(TABLE.sub(lambda _: names(), KEYS_PAGE.read_text()))

@@ -29,8 +29,8 @@ import yaml
 
 from minitron.config.convert import merge
 from minitron.config.describe import USAGE, help_text, json_schema
-from minitron.config.installed import recipe, similar_recipe
-from minitron.config.names import keys_named, our_key
+from minitron.config.installed import list_recipes, recipe, similar_recipe
+from minitron.config.names import answer, keys_named
 from minitron.config.schema import Config, PrecisionConfig
 from minitron.config.text import MAX_DEPTH, Unquoted, from_json, parse, read_file, short, to_yaml
 
@@ -38,13 +38,17 @@ QUIET_SECONDS = 3.0
 
 
 def configure(description: str, argv: list[str] | None = None) -> Config:
-    """Return the Config of a command line (`sys.argv` if not given). Exits after --help, --schema and --print-config.
+    """Return the Config of a command line (`sys.argv` if not given).
+
+    Exits after --help, --recipes, --schema and --print-config.
 
     description: its first paragraph is shown by --help. Raises ValueError for mistakes: call it under `user_errors`.
     """
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:
-        _print(help_text(description))
+        _print(help_text(description, [arg for arg in argv if arg.isidentifier() and not recipe(arg)]))
+    if "--recipes" in argv:
+        _print(list_recipes())
     if "--schema" in argv:
         _print(json_schema())
     cfg = load([arg for arg in argv if arg != "--print-config"])
@@ -141,8 +145,9 @@ def _unknown_argument(arg: str) -> str:
     """Say what to type instead of an argument that is neither a file nor an override."""
     theirs, option = arg.split("=")[0], arg.startswith("-")
     if option or "=" in arg:
-        if ours := our_key(theirs) or " or ".join(keys_named(theirs.lstrip("-").replace("-", "_"))):
-            return f"unknown {'option' if option else 'key'} {short(theirs)}; use {ours}=VALUE"
+        named = " or ".join(keys_named(theirs.lstrip("-").replace("-", "_")))
+        if fix := answer(theirs, "=VALUE") or named and f"use {named}=VALUE":
+            return f"unknown {'option' if option else 'key'} {short(theirs)}; {fix}"
     if option:
         return f"unknown option {short(arg)}; use {USAGE}"
     shown, meant = short(arg) or "an empty argument", similar_recipe(arg)

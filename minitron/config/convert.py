@@ -4,7 +4,7 @@
 
 A value that does not fit raises an error of one line: where it came from, the key, the value as typed, what the key
 takes, and an example. For an unknown key the error names the key that was meant: with the right spelling, in another
-section, or ours for a name of NeMo or Megatron (`minitron.config.names`).
+section, or ours for a name of another trainer (`minitron.config.names`).
 
 Left out: interpolation (`${...}`); a config has to mean the same on every machine.
 """
@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
-from minitron.config.names import keys_named, our_key
+from minitron.config.names import answer, keys_named
 from minitron.config.schema import Shares, accepted_types
 from minitron.config.text import NUMBER, UNPRINTABLE, Unquoted, short, shown
 
@@ -109,8 +109,8 @@ def _meant(prefix: str, name: str, value: Any, siblings: list[str]) -> str:
     """Name the unknown key, of a section the first of its keys, and the keys that may have been meant."""
     given = [*_leaves(prefix + name, value), prefix + name]
     for theirs in given:
-        if ours := our_key(theirs):
-            return f"{short(theirs)}; use {ours}"
+        if fix := answer(theirs):
+            return f"{short(theirs)}; {fix}"
     close = [prefix + match for match in difflib.get_close_matches(name, siblings, n=1)]
     if meant := close + keys_named(name):
         return f"{short(given[0])}; did you mean {' or '.join(meant)}?"

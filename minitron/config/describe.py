@@ -9,41 +9,57 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections.abc import Collection
 from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 from minitron.config.convert import type_name
 from minitron.config.schema import Config, Shares, accepted_types, keys
-from minitron.config.text import shown
+from minitron.config.text import short, shown
 
 DRY_RUN = "--dry-run --world N [--ranks first,middle,last,fullest] [--json]"
-USAGE = "[CONFIG.yaml or RECIPE ...] [section.key=value ...] [--print-config] [--dry-run --world N] [--schema] [--help]"
+USAGE = (
+    "[CONFIG.yaml or RECIPE ...] [section.key=value ...] [--print-config] [--dry-run --world N] [--recipes] [--schema] "
+    "[--help [SECTION ...]]"
+)
 # Text without quotes may look like a number to JSON: data.paths=[0.7,data/web].
 JSON_TYPES = {int: ["integer"], float: ["number"], str: ["string", "number"], bool: ["boolean"], NoneType: ["null"]}
 
 
-def help_text(description: str) -> str:
-    """Write every key by section: its default, what it means, its type and its range."""
-    lines = [
+def help_text(description: str, asked: Collection[str] = ()) -> str:
+    """Write every key by section: its default, what it means, its type and its range. asked: sections, none for all.
+
+    Raises ValueError for another word in `asked`.
+    """
+    sections = {section.name: section for section in fields(Config)}
+    if unknown := [name for name in asked if name not in sections]:
+        raise ValueError(f"--help {short(unknown[0])}: no such section; use one of {', '.join(sections)}")
+    lines = [] if asked else _overview(description)
+    for name in asked or sections:
+        lines += ["", f"{name}: {sections[name].metadata['help']}"]
+        for key, accepted, f in keys(accepted_types(Config)[name][0], f"{name}."):
+            lines += [
+                f"  {key}={shown(f.default)}   ({type_name(accepted, f.metadata['within'])})",
+                *(f"      {line}" for line in textwrap.wrap(f.metadata["help"], 110)),
+            ]
+    return "\n".join(lines).lstrip("\n")
+
+
+def _overview(description: str) -> list[str]:
+    return [
         description.strip().split("\n\n")[0],
         "",
         f"usage: {USAGE}",
         "",
         f"{DRY_RUN}: one step of some of N ranks, here, without GPUs: its",
         "memory, its communication, its errors; ranks by number too.",
+        "--recipes: the recipes by name, each with what it trains.",
         "--schema: a JSON schema of a configuration file, from which editors complete and check it.",
+        f"--help SECTION: the keys of a section alone, of {', '.join(f.name for f in fields(Config))}.",
         "",
         "Later files win over earlier ones, and overrides over files. Every key, with its default:",
     ]
-    for section in fields(Config):
-        lines += ["", f"{section.name}: {section.metadata['help']}"]
-        for key, accepted, f in keys(accepted_types(Config)[section.name][0], f"{section.name}."):
-            lines += [
-                f"  {key}={shown(f.default)}   ({type_name(accepted, f.metadata['within'])})",
-                *(f"      {line}" for line in textwrap.wrap(f.metadata["help"], 110)),
-            ]
-    return "\n".join(lines)
 
 
 def json_schema() -> str:

@@ -16,6 +16,7 @@ import shutil
 import sys
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, distribution
+from itertools import takewhile
 from pathlib import Path
 
 SHARE = Path(__file__).parents[1] / "share"
@@ -52,6 +53,16 @@ def recipe(name: str) -> Path | None:
     """Return the file of the recipe of that name, as in llama3_8b; None if there is none."""
     path = ROOT / "configs" / f"{name}.yaml"
     return path if re.fullmatch(r"\w{1,100}", name) and path.is_file() else None  # no file has a longer name
+
+
+def list_recipes() -> str:
+    """Write a line for each recipe: its name, and the first sentence of its comment."""
+    lines = []
+    for path in sorted((ROOT / "configs").glob("*.yaml")):
+        comments = takewhile(lambda line: line.startswith("#"), path.read_text("utf-8").splitlines()[1:])
+        sentence = re.split(r"[.;:](?: |$)", " ".join(line[2:] for line in comments))[0]
+        lines.append(f"{path.stem:18} {sentence}")
+    return "\n".join(lines)
 
 
 def similar_recipe(argument: str) -> str | None:

@@ -1,6 +1,9 @@
-"""Find our key for a name that users of NeMo and Megatron-LM type; names.yaml is the table.
+"""Answer a name that users of other trainers type with our key, or with the reason why none does the same.
 
-error: unknown key trainer.max_steps; use train.steps
+    error: unknown key trainer.max_steps; use train.steps
+    error: unknown option --num-experts; mixtures of experts are not supported; drop it
+
+names.yaml is the table. `configs/README.md` shows it.
 """
 
 from __future__ import annotations
@@ -12,20 +15,23 @@ from minitron.config.schema import keys
 from minitron.config.text import read_file
 
 
-def our_key(theirs: str) -> str | None:
-    """Return our key for a name that ends with a name of the table or with a key of ours, as training.model.num_layers.
+def answer(theirs: str, value: str = "") -> str | None:
+    """Return "use train.steps" for max_steps, or a sentence of the table; None for a name that is not there.
 
-    Dashes count as underscores, capitals as small letters. The `--` of an option and the `+` of Hydra do not count.
+    value: is written behind the key. The name may have more before it, as training.model.num_layers. Dashes count as
+    underscores, capitals as small letters. The `--` of an option and the `+` of Hydra do not count.
     """
     parts = theirs.lstrip("-+").replace("-", "_").lower().split(".")[-3:]
-    return next((table()[end] for i in range(len(parts)) if (end := ".".join(parts[i:])) in table()), None)
+    found = next((table()[end] for i in range(len(parts)) if (end := ".".join(parts[i:])) in table()), None)
+    return f"use {found}{value}" if found in table() else found
 
 
 @functools.cache
 def table() -> dict[str, str]:
-    """Map every name of names.yaml, and every key of ours, to our key."""
+    """Map every name of names.yaml to our key or to a sentence, and every key of ours to itself."""
     rows = read_file(str(Path(__file__).with_name("names.yaml")))
-    return {name: key for key, names in rows.items() for name in names.split()} | {key.name: key.name for key in keys()}
+    theirs = {name: row for row, trainers in rows.items() for names in trainers.values() for name in names.split()}
+    return theirs | {key.name: key.name for key in keys()}
 
 
 def keys_named(name: str) -> list[str]:

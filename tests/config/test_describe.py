@@ -71,3 +71,30 @@ def test_unknown_keys_are_refused():
     assert not VALIDATOR.is_valid({"trainer": {"max_steps": 1}}) and not VALIDATOR.is_valid({"train": {"max_steps": 1}})
     assert VALIDATOR.is_valid({}) and not VALIDATOR.is_valid({"model": None})
     assert {f.name for f in dataclasses.fields(schema.Config)} == SCHEMA["properties"].keys()
+
+
+def test_help_of_a_section_is_its_part_of_the_whole(capsys):
+    def printed(*argv):
+        with pytest.raises(SystemExit):
+            cli.configure("Train.", list(argv))
+        return capsys.readouterr().out
+
+    whole = printed("--help")
+    for section in SCHEMA["properties"]:
+        part = printed("--help", section)
+        listed = {line.split("=")[0].strip() for line in part.splitlines()}
+        assert part in whole and {key.name for key in schema.keys() if key.name.startswith(f"{section}.")} <= listed
+    assert printed("--help", "lora", "log") == printed("--help", "lora") + "\n" + printed("--help", "log")
+    assert printed("llama3_8b", "train.steps=5", "--help") == whole
+    with pytest.raises(ValueError, match="trian.*use one of model, parallel, train"):
+        cli.configure("Train.", ["--help", "trian"])
+
+
+def test_recipes_are_listed(capsys):
+    with pytest.raises(SystemExit):
+        cli.configure("Train.", ["--recipes"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+    for line in lines:
+        cli.load([line.split()[0]])
+        assert len(line.split()) > 3 and len(line) <= 120

@@ -98,6 +98,7 @@ CASES = {
             "workload__gcsBucketForDataCataPath": "",
             "queue": "research",
             "nodeSelector.pool": "h200",
+            r"nodeSelector.node\.kubernetes\.io/instance-type": "a3-ultragpu-8g",
             "workload__volume.persistentVolumeClaim.claimName": "runs",
         },
     ),
@@ -192,14 +193,17 @@ def takes_of(types: tuple) -> str:
 
 
 def test_the_chart_knows_every_key_and_no_other():
-    """After a new key or name: launch/helm/files/keys.txt is this: key, types, names of others for it."""
+    """After a new key or name: launch/helm/files/keys.txt is this: key, types, names of others for it; answers.yaml
+    has the names that no key stands for."""
     takes = {key: takes_of(types) for key, types, _ in keys()}
     names = set(takes)
     for section in {name.rpartition(".")[0] for name in names if name.count(".") > 1} - names:
         takes[section] = "section|null"
     names = set(takes)
-    theirs = yaml.safe_load((ROOT / "minitron" / "config" / "names.yaml").read_text())
-    assert theirs.keys() <= names
+    rows = yaml.safe_load((ROOT / "minitron" / "config" / "names.yaml").read_text())
+    theirs = {row: " ".join(dict.fromkeys(" ".join(trainers.values()).split())) for row, trainers in rows.items()}
+    answers = {row: some for row, some in theirs.items() if row not in names}
+    assert (CHART / "files" / "answers.yaml").read_text() == yaml.safe_dump(answers, sort_keys=False, width=10**6)
     lines = [f"{name} {takes[name]} {theirs.get(name, '')}".rstrip() for name in sorted(names)]
     assert (CHART / "files" / "keys.txt").read_text() == "\n".join(lines) + "\n"
 
@@ -321,7 +325,11 @@ def test_the_command_of_the_readme_is_the_documents_job():
         ),
         ({"network": "null"}, "network"),
         ({"workload__arguments": "{--steps}"}, "/workload/arguments/0"),
-        ({"workload__arguments": "{train.stepz=5}"}, "unknown key train.stepz in config or workload.arguments; python"),
+        ({"workload__arguments": "{train.step=2}"}, "unknown key train.step in config or workload.arguments; did you"),
+        ({"workload__arguments": "{trian.steps=5}"}, "workload.arguments; did you mean train.steps?"),
+        ({"workload__arguments": "{model.steps=5}"}, "workload.arguments; did you mean train.steps?"),
+        ({"workload__arguments": "{train.nothing=5}"}, "key train.nothing in config or workload.arguments; python -m"),
+        ({"workload__arguments": "{trainer.devices=8}"}, "trainer.devices in config or workload.arguments; torchrun"),
         (
             {"workload__arguments": "{trainer.max_steps=5}"},
             "unknown key trainer.max_steps in config or workload.arguments; use train.steps",
@@ -331,6 +339,11 @@ def test_the_command_of_the_readme_is_the_documents_job():
         ({"workload__arguments": "{train.steps=abc}"}, "train.steps=abc in config or workload.arguments is not"),
         ({"workload__arguments": "{precision.fp8=yes}"}, "precision.fp8=yes in config or workload.arguments is not"),
         ({"network__stack": "tcpxo", "workload__gpusPerNode": 4}, "workload.gpusPerNode=4, but network.stack=tcpxo"),
+        (
+            {"workload__gpusPerNode": 4, r"nodeSelector.node\.kubernetes\.io/instance-type": "a3-megagpu-8g"},
+            "but the nodes of nodeSelector node.kubernetes.io/instance-type=a3-megagpu-8g have 8 GPUs; use workload.gpus",
+        ),
+        ({r"nodeSelector.node\.kubernetes\.io/instance-type": "a3-highgpu-4g"}, "use workload.gpusPerNode=4"),
         ({"release": "1e3"}, 'the release "1e3" cannot name a Service'),
         ({"release": "123"}, 'the release "123" cannot name a Service'),
         ({"workload__image": "a #b"}, "/workload/image"),

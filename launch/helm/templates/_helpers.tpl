@@ -35,7 +35,8 @@
 {{- end }}
 
 {{/* Refuses a key that minitron does not have, of config and of arguments: the pods would, one after another. A line of
-keys.txt is a key, what it takes, and the names that NeMo and Megatron-LM have for it, as they end; the longest end counts.
+keys.txt is a key, what it takes, and the names that other trainers have for it, as they end; the longest end counts. In
+answers.yaml are those that no key stands for. A key of which at most two letters that follow each other differ was meant.
 A value of another type is refused as well. In config that holds for texts alone: a number may have any form of YAML. */}}
 {{- define "minitron.check" -}}
 {{- if not (regexMatch "^[a-z]([a-z0-9-]*[a-z0-9])?$" .Release.Name) }}
@@ -44,16 +45,22 @@ A value of another type is refused as well. In config that holds for texts alone
 {{- if and (eq .Values.network.stack "tcpxo") (ne (int .Values.workload.gpusPerNode) 8) }}
 {{- fail (printf "workload.gpusPerNode=%d, but network.stack=tcpxo is of machines with 8 GPUs; use 8, or network.stack=tcp" (int .Values.workload.gpusPerNode)) }}
 {{- end }}
+{{- include "minitron.machine" . }}
 {{- $patterns := dict "null" "null|Null|NULL" "int" "[+-]?(0|[1-9](_?[0-9]){0,17})" "bool" "(?i:true|false|yes|no|on|off)" }}
 {{- $_ := merge $patterns (dict "float" "[+-]?([0-9](_?[0-9])*(\\.[0-9]*)?|\\.[0-9]+)([eE][+-]?[0-9]+)?" "list" "\\[.*" "section" "\\{.*" "text" ".*\\S.*") }}
-{{- $ours := dict }}
+{{- $fixes := dict }}
+{{- range $answer, $names := .Files.Get "files/answers.yaml" | fromYaml }}
+{{- range splitList " " $names }}
+{{- $_ := set $fixes . $answer }}
+{{- end }}
+{{- end }}
 {{- $takes := dict }}
 {{- range $line := .Files.Lines "files/keys.txt" }}
 {{- if $line }}
 {{- $words := splitList " " $line }}
 {{- $_ := set $takes (first $words) (index $words 1) }}
 {{- range concat (list (first $words)) (slice $words 2) }}
-{{- $_ := set $ours . (first $words) }}
+{{- $_ := set $fixes . (printf "use %s" (first $words)) }}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -79,15 +86,14 @@ A value of another type is refused as well. In config that holds for texts alone
 {{- $given = append $given . }}
 {{- end }}
 {{- range $typed }}
-{{- if ne . (get $ours .) }}
-{{- $fix := "python -m minitron.pretrain --help lists the keys" }}
+{{- if not (hasKey $takes .) }}
+{{- $shown := regexReplaceAll "[^ -~]" . "?" | trunc 200 }}
+{{- $fix := include "minitron.meant" (dict "typed" (trunc 60 $shown) "keys" (keys $takes | sortAlpha)) }}
 {{- $parts := splitList "." . }}
 {{- range untilStep (min 3 (len $parts) | int) 0 -1 | reverse }}
-{{- with get $ours (slice $parts (sub (len $parts) . | int) | join ".") }}
-{{- $fix = printf "use %s" . }}
+{{- $fix = get $fixes (slice $parts (sub (len $parts) . | int) | join ".") | default $fix }}
 {{- end }}
-{{- end }}
-{{- fail (printf "unknown key %s in config or workload.arguments; %s" (regexReplaceAll "[^ -~]" . "?" | trunc 200) $fix) }}
+{{- fail (printf "unknown key %s in config or workload.arguments; %s" $shown $fix) }}
 {{- end }}
 {{- end }}
 {{- range $given }}
@@ -100,6 +106,42 @@ A value of another type is refused as well. In config that holds for texts alone
 {{- end }}
 {{- if not $fits }}
 {{- fail (printf "%s=%s in config or workload.arguments is not one of %s; correct the value" $key (regexReplaceAll "[^ -~]" $value "?" | trunc 200) (get $takes $key)) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Says which key was meant by what was typed. */}}
+{{- define "minitron.meant" -}}
+{{- $typed := .typed }}
+{{- $near := list (printf "[a-z]+[.]%s" (splitList "." $typed | last | regexQuoteMeta)) }}
+{{- range $i := until (len $typed) }}
+{{- $near = append $near (printf "%s.{0,3}%s" (substr 0 $i $typed | regexQuoteMeta) (substr (add $i 2 | min (len $typed) | int) -1 $typed | regexQuoteMeta)) }}
+{{- end }}
+{{- $meant := list }}
+{{- range .keys }}
+{{- if regexMatch (printf "^(%s)$" (join "|" $near)) . }}
+{{- $meant = append $meant . }}
+{{- end }}
+{{- end }}
+{{- if $meant }}did you mean {{ join " or " $meant }}?{{ else }}python -m minitron.pretrain --help lists the keys{{ end }}
+{{- end }}
+
+{{/* Refuses a workload.gpusPerNode that the machines of nodeSelector do not have, where its labels tell how many they have. */}}
+{{- define "minitron.machine" -}}
+{{- $perNode := int .Values.workload.gpusPerNode }}
+{{- range $label, $value := .Values.nodeSelector }}
+{{- $gpus := 0 }}
+{{- if has $label (list "nvidia.com/gpu.count" "cloud.google.com/gke-accelerator-count") }}
+{{- $gpus = int $value }}
+{{- else if eq $label "node.kubernetes.io/instance-type" }}
+{{- range $machine, $count := $.Files.Get "files/machines.yaml" | fromYaml }}
+{{- if regexMatch (printf "^(%s)$" $machine) (toString $value) }}
+{{- $gpus = int $count }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- if and $gpus (ne $gpus $perNode) }}
+{{- fail (printf "workload.gpusPerNode=%d, but the nodes of nodeSelector %s=%s have %d GPUs; use workload.gpusPerNode=%d" $perNode $label (toString $value) $gpus $gpus) }}
 {{- end }}
 {{- end }}
 {{- end }}
