@@ -33,7 +33,7 @@ from minitron.data.tokenizers import Tokenizer
 from minitron.interop.tokenizers import load_tokenizer
 from minitron.planner.command import layout as described
 from minitron.planner.failures import state_bytes
-from minitron.planner.fit import nearest_fit
+from minitron.planner.fit import memory_options, nearest_fit
 from minitron.planner.machine import DEVICES, Machine, choose_machine
 from minitron.planner.plan import available_gib, plan
 
@@ -121,7 +121,7 @@ def memory(job: Job) -> str:
     except ValueError as error:
         raise Unseen(f"not planned: {error}") from None
     if not planned.fits:
-        raise ValueError(nearest_fit(planned, job.cfg))
+        raise ValueError(nearest_fit(planned, job.cfg, memory_options(planned)))
     gpu, room = job.machine.device.gpu, available_gib(job.machine)
     step = f"a step takes about {planned.step_seconds:.2f} s"
     return f"{planned.memory_gib:.1f} of the {room:.1f} GiB that {gpu} leaves, as planned; {step}"

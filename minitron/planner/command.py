@@ -32,7 +32,7 @@ from minitron.config.command import Parser, positive
 from minitron.config.schema import Config, changed
 from minitron.planner import cost, pictures
 from minitron.planner.failures import SOURCES, Failures, failures
-from minitron.planner.fit import changes, memory_options, nearest_fit, reached, written
+from minitron.planner.fit import Options, changes, memory_options, nearest_fit, reached, written
 from minitron.planner.machine import DEVICES, SOFTWARE, Machine, choose_machine
 from minitron.planner.pictures import MEANINGS
 from minitron.planner.plan import Plan, available_gib, plan
@@ -57,12 +57,13 @@ def main(argv: list[str]) -> None:
             raise ValueError(nearest_fit(job, given))
         print(json.dumps(search_record(found, job, given, o.tokens)) if o.json else ranking(found, job, given))
         return
-    print(json.dumps(record(job, o.tokens) | failure_record(job, o)) if o.json else table(job, o))
+    options = memory_options(job) if not job.fits or job.stays_eager else []
+    print(json.dumps(record(job, o.tokens) | failure_record(job, o)) if o.json else table(job, o, options))
     if o.draw is not None:
         for path in pictures.draw(job, o.draw, o.tokens, lambda other: goodput(other, o)):
             print(path, file=sys.stderr)
     if not job.fits:
-        raise ValueError(nearest_fit(job, given))
+        raise ValueError(nearest_fit(job, given, options))
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -148,7 +149,7 @@ def mfu(job: Plan) -> str:
     return "unknown" if job.mfu_percent is None else f"{job.mfu_percent:.2f} %"
 
 
-def table(job: Plan, o: argparse.Namespace) -> str:
+def table(job: Plan, o: argparse.Namespace, options: Options) -> str:
     total, seconds, tokens = job.memory.total(), job.step_seconds, o.tokens
     lines = [
         f"{job.world} x {job.machine.device.gpu}: {layout(job.cfg, job.world)}",
@@ -176,7 +177,7 @@ def table(job: Plan, o: argparse.Namespace) -> str:
     if job.seconds["host"] > 0.01 * seconds:
         lines += ["", f"bound by the host, which launches kernels too slowly: {host_remedy(job)}"]
     if not job.fits or job.stays_eager:
-        lines += ["", *memory_keys(job)]
+        lines += ["", *memory_keys(job, options)]
     lines += ["", *failure_report(job, o)]
     return "\n".join([*lines, cost.cost_line(job, tokens, goodput(job, o))])
 
@@ -190,11 +191,10 @@ def host_remedy(job: Plan) -> str:
     return "record steps as CUDA graphs, train.cuda_graph=auto"
 
 
-def memory_keys(job: Plan) -> list[str]:
+def memory_keys(job: Plan, options: Options) -> list[str]:
     """List what each key that saves memory saves and costs, the fastest step first."""
-    found = memory_options(job)
-    lines = [f"{'GiB':>8} {'saved':>7} {'step s':>9} {'cost':>8}   with"] if found else ["no key saves memory"]
-    for keys, other in found:
+    lines = [f"{'GiB':>8} {'saved':>7} {'step s':>9} {'cost':>8}   with"] if options else ["no key saves memory"]
+    for keys, other in options:
         slower = f"{100 * (other.step_seconds / job.step_seconds - 1):+.1f} %"
         figures = f"{other.memory_gib:8.2f} {job.memory_gib - other.memory_gib:7.2f} {other.step_seconds:9.3f}"
         gained = (": recorded" if job.fits else ": fits") if reached(job, other) else ""

@@ -2,8 +2,9 @@
 
 A buyer needs to know how far a plan may be off. benchmarks/results/calibration.md has runs that no constant was fitted
 to, and calibration.json beside it their measured over predicted seconds. The range is the middle four fifths of those
-on the plan's GPU: one run in ten was faster than that, one in ten slower. Evaluation is not counted. Failures and
-checkpoints are if `--mtbf-hours` gives the mean time between failures.
+on the plan's GPU: one run in ten was faster than that, one in ten slower. It also holds the plan itself, since most
+runs on one kind of GPU may be slower than planned. Evaluation is not counted. Failures and checkpoints are if
+`--mtbf-hours` gives the mean time between failures.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ FEWEST = 5  # rows of one GPU that make a range; with fewer those of all GPUs do
 
 
 class Range(NamedTuple):
-    """Measured over predicted seconds: of the runs that it was taken from one in ten was below, one in ten above."""
+    """Measured over predicted seconds: of the runs that it was taken from one in ten was below, one in ten above.
+
+    It holds 1, the plan itself.
+    """
 
     low: float
     high: float
@@ -53,7 +57,7 @@ def error_range(gpu: str, path: Path = CALIBRATION) -> Range | None:
     if len(ratios) < FEWEST:
         return None
     tenths = quantiles(ratios, n=10, method="inclusive")
-    return Range(tenths[0], tenths[-1], len(ratios))
+    return Range(min(1.0, tenths[0]), max(1.0, tenths[-1]), len(ratios))
 
 
 def cost_line(job: Plan, tokens: float, goodput: float) -> str:

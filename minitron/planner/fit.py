@@ -3,15 +3,16 @@
 `memory_options` keeps the layout, and with it the number of GPUs. It tries each key alone, then several together, each
 added to those before. A job that fits only without its CUDA graphs stays eager; the keys then make room for the graphs.
 
-`nearest_fit` sorts all layouts with plain stages by how many keys they change. It takes those with the fewest changes
-that keep the rules and fit, and of them the fastest. If none fits, it doubles the GPUs. `search.py` finds the best
-layout of all; here the nearest one counts, since the user has chosen a layout.
+`nearest_fit` names the fastest of these that fits, and another layout. It sorts all layouts with plain stages by how
+many keys they change. It takes those with the fewest changes that keep the rules and fit, and of them the fastest. If
+none fits, it doubles the GPUs. `search.py` finds the best layout of all; here the nearest one counts, since the user
+has chosen a layout.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -22,6 +23,7 @@ from minitron.planner.memory import Memory
 from minitron.planner.plan import Plan, Step, available_gib, no_room_for_graphs, plan
 from minitron.planner.search import MICRO_BATCHES, RECOMPUTE
 
+Options = Sequence[tuple[list[str], Plan]]  # keys as the command line takes them, and the plan with them
 # In the order in which they are added: first what changes only the order of sums, then rounding, last what costs most.
 KEYS: tuple[tuple[str, Any], ...] = (
     ("parallel.sequence_parallel", True),
@@ -38,7 +40,7 @@ KEYS: tuple[tuple[str, Any], ...] = (
 # ---- keys that save memory -------------------------------------------------------------------------------------------
 
 
-def memory_options(job: Plan) -> list[tuple[list[str], Plan]]:
+def memory_options(job: Plan) -> Options:
     """Return (keys, plan) of each key alone that saves memory, fastest first; then of more and more, until they fit."""
     found = [(written({key: value}), option) for key, value in KEYS if (option := _smaller(job, key, value))]
     alone = sorted(found, key=lambda pair: pair[1].step_seconds)
@@ -76,18 +78,26 @@ def _smaller(job: Plan, key: str, value: Any) -> Plan | None:
 # ---- the nearest layout ----------------------------------------------------------------------------------------------
 
 
-def nearest_fit(job: Plan, given: Config) -> str:
-    """Describe in one line what does not fit in a plan, and the nearest change of `given` that would."""
+def nearest_fit(job: Plan, given: Config, options: Options = ()) -> str:
+    """Describe in one line what does not fit in a plan, and what would: the fastest option, and the nearest layout.
+
+    given: the configuration that the line changes. options: those of `memory_options`, which keep the layout. More GPUs
+    are named only if nothing fits on as many.
+    """
     machine, available = job.machine, available_gib(job.machine)
     part, size = max(job.memory.items(), key=lambda pair: pair[1])
     problem = (
         f"{job.memory_gib:.1f} GiB do not fit into the {available:.1f} GiB that {machine.device.gpu} leaves on "
         f"pipeline rank {job.fullest}; the largest part is {part}, {size / 2**30:.1f} GiB"
     )
-    for world in (job.world << i for i in range(8)):
+    remedies = [" and ".join(keys) for keys, option in options if option.fits][:1]
+    for world in (job.world << i for i in range(1 if remedies else 8)):
         if nearest := _nearest(job.cfg, world, machine):
             more = [f"{world} GPUs"] if world > job.world else []
-            return f"{problem}; use {' '.join(more + written(changes(given, nearest)))}"
+            remedies.append(" and ".join(more + written(changes(given, nearest))))
+            break
+    if remedies:
+        return f"{problem}; use {', or '.join(dict.fromkeys(remedies))}"
     return f"{problem}; no layout of {world} GPUs fits either: use a smaller model, or another device"
 
 

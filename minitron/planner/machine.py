@@ -31,10 +31,12 @@ from dataclasses import dataclass, fields
 from math import ceil, inf
 from pathlib import Path
 from statistics import NormalDist
+from typing import TypeVar
 
 from minitron.config.files import read_json
 
 DEVICES = Path(__file__).with_name("devices.json")
+T = TypeVar("T")
 MayBeZero = float  # all other numbers are positive
 
 
@@ -219,11 +221,17 @@ class Machine:
 
 
 def choose_machine(device: str, fabric: str | None, software: str = "minitron", path: Path = DEVICES) -> Machine:
-    """Return a device of the table in `path`, in a fabric of it (None: its usual one). Raises ValueError."""
+    """Return a device of the table in `path`, in a fabric of it (None: its usual one). Raises ValueError.
+
+    Capitals do not count, as in H100.
+    """
     devices, fabrics = read_machines(path)
-    if device not in devices:
-        raise ValueError(f"--device {device} is not in {path}; use {', '.join(devices)}")
-    name = fabric or devices[device].fabric
-    if name not in fabrics:
-        raise ValueError(f"--fabric {name} is not in {path}; use {', '.join(fabrics)}")
-    return Machine(devices[device], fabrics[name], SOFTWARE[software])
+    chosen = _named("device", device, devices, path)
+    return Machine(chosen, _named("fabric", fabric or chosen.fabric, fabrics, path), SOFTWARE[software])
+
+
+def _named(option: str, name: str, table: dict[str, T], path: Path) -> T:
+    for key, one in table.items():
+        if key.lower() == name.lower():
+            return one
+    raise ValueError(f"--{option} {name} is not in {path}; use {', '.join(table)}")

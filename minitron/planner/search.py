@@ -30,6 +30,8 @@ from math import inf
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
+from tqdm import tqdm
+
 from minitron.config import rules
 from minitron.config.schema import Config, changed
 from minitron.config.sizes import fp8_layers, stage_layers
@@ -66,8 +68,12 @@ class Found:
 
 
 def search(cfg: Config, world: int, machine: Machine, count: int = 5, *, smaller: bool = True) -> Found:
-    """Find the `count` fastest layouts of `world` GPUs, those that need less memory, and what became of all others."""
-    return _Search(cfg, world, machine, count, smaller).run()
+    """Find the `count` fastest layouts of `world` GPUs, those that need less memory, and what became of all others.
+
+    On a terminal a bar counts the layouts that were looked at.
+    """
+    with tqdm(desc="searching", unit=" layouts", leave=False, disable=None) as bar:
+        return _Search(cfg, world, machine, count, smaller, bar).run()
 
 
 @dataclass(eq=False)
@@ -248,8 +254,8 @@ def _whole(cfg: Config) -> Config:
 class _Search:
     """The state of a search: candidates, lowest bound first, and what was found."""
 
-    def __init__(self, cfg: Config, world: int, machine: Machine, count: int, smaller: bool):
-        self.cfg = _whole(cfg)
+    def __init__(self, cfg: Config, world: int, machine: Machine, count: int, smaller: bool, bar: tqdm):
+        self.cfg, self.bar = _whole(cfg), bar
         self.given = listed(self.cfg)
         self.world, self.machine, self.count, self.smaller = world, machine, count, smaller
         self.heap: list[tuple[float, int, Candidate]] = []  # by lower bound; numbers order equal ones
@@ -352,6 +358,7 @@ class _Search:
 
     def evaluate(self, candidate: Candidate) -> None:
         """Refine the bound of a layout: first its memory, then the whole plan."""
+        self.bar.update()
         if candidate.gib is not None:
             if not self.useful(candidate, candidate.gib):
                 return self.drop(candidate)
@@ -360,6 +367,7 @@ class _Search:
             candidate.seconds = step.whole_seconds(step.timeline(step.transfer_seconds))
             for some in (self.timed,) if candidate.extra else (self.timed, self.fastest):
                 insort(some, candidate, key=attrgetter("seconds"))
+            self.bar.set_postfix_str(f"fastest {self.timed[0].seconds:.3f} s")
             return None
         reason = self.check_memory(candidate)
         if not reason:

@@ -1,5 +1,6 @@
 """tools/plan.py and its pictures; the planner's constants and how far its predictions are off."""
 
+import io
 import json
 import re
 from dataclasses import replace
@@ -69,6 +70,11 @@ def test_json_and_table_say_the_same(capsys):
         f" and {record['seconds']['tp_hidden']:.3f} s hidden",
     ):
         assert text in table
+
+
+def test_capitals_of_a_device_do_not_count(capsys):
+    text = printed(capsys, *DP8, "--fabric", "ndr400")
+    assert printed(capsys, *DP8[:-1], "H100", "--fabric", "NDR400") == text
 
 
 def test_failures_make_days_longer(capsys):
@@ -200,7 +206,8 @@ def test_a_search_that_finds_nothing_names_the_nearest_change(capsys):
     job = [str(ROOT / "configs" / "llama31_70b.yaml"), "train.global_batch_size=64", "--device", "a100"]
     with pytest.raises(ValueError, match="GiB do not fit into .* GPUs") as caught:
         tool.main([*job, "--world", "4", "--search"])
-    world, _, *keys = str(caught.value).split("; use ")[1].split()
+    gpus, *keys = str(caught.value).split("; use ")[1].split(" and ")
+    world = gpus.removesuffix(" GPUs")
     assert json.loads(printed(capsys, *keys, *job, "--world", world, "--json"))["fits"]
 
 
@@ -243,7 +250,7 @@ def test_a_step_whose_graphs_find_no_room_is_planned_eager_and_told_what_makes_r
 def test_a_job_that_does_not_fit_is_told_what_each_key_would_save(capsys):
     job = [*LLAMA, "train.global_batch_size=16", "train.micro_batch_size=2", "parallel.tp=2", "--world", "4"]
     plans = memory_options(plan(cli.load(job[:-2]), 4, machine_of([*job, "--device", "h100"])))
-    with pytest.raises(ValueError, match="do not fit"):
+    with pytest.raises(ValueError, match="do not fit") as caught:
         tool.main([*job, "--device", "h100"])
     text = capsys.readouterr().out
     assert any(other.fits for _, other in plans)
@@ -251,6 +258,8 @@ def test_a_job_that_does_not_fit_is_told_what_each_key_would_save(capsys):
         again = plan(cli.load([*job[:-2], *keys]), 4, other.machine)
         assert again.memory_gib == other.memory_gib and again.step_seconds == other.step_seconds
         assert f"{' '.join(keys)}{': fits' if other.fits else ''}\n" in text + "\n"
+    fastest = next(keys for keys, other in plans if other.fits)  # the last line names it, as the table does
+    assert str(caught.value).split("; use ")[1].split(", or ")[0] == " and ".join(fastest)
     names = {keys[0] for keys, _ in plans}
     assert {"model.head_piece=2048", "train.micro_batch_size=1", "train.recompute=full"} <= names
     assert not names & {"train.recompute=none", "optimizer.grad_dtype=bf16"}  # two data ranks: a slice is as large
@@ -302,6 +311,19 @@ def test_a_sweep_plans_every_combination(capsys):
         tool.main([*DP8, "--sweep", "world"])
 
 
+def test_a_search_shows_a_terminal_that_it_goes_on(capsys, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    argv = [*DP8, "model.num_layers=4", "--search"]
+    text = printed(capsys, *argv)
+    for stderr, shown in (Terminal(), True), (io.StringIO(), False):
+        monkeypatch.setattr("sys.stderr", stderr)
+        assert printed(capsys, *argv) == text
+        assert bool(re.search(r"searching: \d+ layouts", stderr.getvalue())) == shown
+
+
 def test_the_cost_has_the_range_of_the_held_out_errors(capsys, tmp_path):
     path = tmp_path / "calibration.json"
     path.write_text(json.dumps({"h100": [0.90, 0.95, 1.0, 1.0, 1.05, 1.1, 1.2], "a100": [3.0]}))
@@ -314,6 +336,11 @@ def test_the_cost_has_the_range_of_the_held_out_errors(capsys, tmp_path):
     hours = 1e12 / job.tokens_per_second / 3600 * 8
     assert f"cost   {hours:,.0f} GPU-hours; {hours * off.low:,.0f} to {hours * off.high:,.0f}, or " in text
     assert off.low < 1 < off.high and off.rows > 20
+    for name in "h100", "h200", "a100":  # the cost lies inside its own range
+        off = cost.error_range(name)
+        assert off.low <= 1 <= off.high and off.low < off.high
+    path.write_text(json.dumps({"h200": [1.01, 1.02, 1.03, 1.04, 1.05]}))
+    assert cost.error_range("H200", path)[:2] == (1.0, pytest.approx(1.046))
     figure = cost.curves(pictures.scaling(job, in_proportion=True)[:3], 1e12, never_fails)
     assert figure.axes[0].lines[0].get_ydata()[0] == pytest.approx(hours)
     scaled = pictures.scaling(job, in_proportion=True)[:3]

@@ -353,7 +353,7 @@ def test_the_queue_of_weight_gradients_holds_this_rank_s_part_of_both_matrices(s
 
 def test_the_search_counts_lasting_bytes_for_each_division_of_layers():
     whole = cli.load([*SMALL, "model.num_layers=4", "parallel.pp=2"])
-    searched = search_module._Search(whole, 2, H100, 1, False)
+    searched = search_module._Search(whole, 2, H100, 1, False, search_module.tqdm(disable=True))
     found = []
     for layers in [3, 1], [1, 3]:
         cfg = cli.load([*SMALL, "model.num_layers=4", "parallel.pp=2", f"parallel.layers_per_stage={layers}"])
