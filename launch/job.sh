@@ -25,10 +25,11 @@ check_job() {
     case ${DTYPE:-} in
     bf16) precision=() ;;
     fp8) precision=(precision.fp8=delayed) ;;
-    *) fail "DTYPE=${DTYPE:-} is neither fp8 nor bf16; submit with DTYPE=fp8 sbatch ..." ;;
+    *) precision=() && fail "DTYPE=${DTYPE:-} is neither fp8 nor bf16; submit with DTYPE=fp8 sbatch ..." ;;
     esac
-    : "${SPARE_NODES:=0}" "${RESTARTS:=20}"
-    is_number "$SPARE_NODES" 0 || fail "SPARE_NODES=$SPARE_NODES is no number of nodes; set SPARE_NODES=1, or 0"
+    : "${SPARE_NODES:=0}" "${RESTARTS:=20}" "${DTYPE:=}"
+    is_number "$SPARE_NODES" 0 ||
+        { fail "SPARE_NODES=$SPARE_NODES is no number of nodes; set SPARE_NODES=1, or 0"; SPARE_NODES=0; }
     is_number "${SLURM_RESTART_COUNT:-0}" 0 ||
         fail "SLURM_RESTART_COUNT=$SLURM_RESTART_COUNT is no number of starts; leave it to Slurm"
     is_number "$RESTARTS" 0 || fail "RESTARTS=$RESTARTS is no number of starts; set RESTARTS=20, or 0"
@@ -38,12 +39,15 @@ check_job() {
     export SPARE_NODES RESTARTS
     nodes=$((SLURM_JOB_NUM_NODES - SPARE_NODES))
     local least=${MIN_NODES:-$2} count
-    is_number "$least" 1 || fail "MIN_NODES=$least is no number of nodes; use 1 or more, or unset it"
-    [ "$nodes" -ge "$least" ] || fail "$nodes node(s) are too few for $1; submit with -N $least or more"
+    is_number "$least" 1 || { fail "MIN_NODES=$least is no number of nodes; use 1 or more, or unset it"; least=$2; }
+    [ "$nodes" -ge "$least" ] ||
+        { fail "$nodes node(s) are too few for $1; submit with -N $least or more"; nodes=$least; }
     gpus=${RUN_CONF_GPUS_PER_NODE:-${SLURM_GPUS_PER_NODE:-8}}
     for count in "$gpus" "${SLURM_GPUS_PER_NODE:-8}"; do
-        is_number "$count" 1 ||
-            fail "$count is no number of GPUs; set RUN_CONF_GPUS_PER_NODE to one, SLURM_GPUS_PER_NODE to one or null"
+        is_number "$count" 1 && continue
+        fail "$count is no number of GPUs; set RUN_CONF_GPUS_PER_NODE to one, SLURM_GPUS_PER_NODE to one or null"
+        gpus=8 SLURM_GPUS_PER_NODE=0
+        break
     done
     if [ "${SLURM_GPUS_ON_NODE:-0}" -lt "${SLURM_GPUS_PER_NODE:-0}" ]; then
         fail "SLURM_GPUS_PER_NODE=$SLURM_GPUS_PER_NODE, but Slurm gave the job ${SLURM_GPUS_ON_NODE:-no} GPUs a node;" \
@@ -53,6 +57,7 @@ check_job() {
     [ "${JOB_TOTAL_GPUS:-$total}" = "$total" ] ||
         fail "JOB_TOTAL_GPUS=$JOB_TOTAL_GPUS, but $nodes node(s) of $gpus GPUs are $total; submit with another -N"
     JOB_TOTAL_GPUS=$total
+    [ -n "$STAGE_PATH" ] || exit 1 # of launch/check.sh: all else lies there
     need_python
 }
 
@@ -75,10 +80,17 @@ run_job() {
         fail "log.dir=$run in EXTRA_ARGS, and a job reads there how its ranks have ended; name a folder, or leave it out"
     round=$run/rounds/$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}/round.json
     if [ -n "${CHECK_ONLY:-}" ]; then
-        printf '%-6s %-10s %s\n' ok variables "$name in $DTYPE on $nodes x $gpus GPUs; output: $(dirname "$output")"
-        [ ${#container[@]} = 0 ] || python=${PYTHON:-python3}
+        [ -n "$failed" ] ||
+            printf '%-6s %-10s %s\n' ok variables "$name in $DTYPE on $nodes x $gpus GPUs; output: $(dirname "$output")"
+        if [ ${#container[@]} != 0 ] || [ ! -x "$python" ]; then
+            python=${PYTHON:-python3}
+            if ! "$python" -c 'import minitron.data.build' 2>/dev/null; then
+                printf '%-6s %-10s %s\n' '?' others "$python here cannot check them; name one that has minitron's packages: PYTHON=..."
+                return 1
+            fi
+        fi
         "$python" tools/check_job.py "${arguments[@]}" "${lacking[@]}" --world "$JOB_TOTAL_GPUS" --device "${DEVICE:-h100}"
-        [ ${#lacking[@]} = 0 ]
+        [ ${#lacking[@]} = 0 ] && [ -z "$failed" ]
         return
     fi
     mkdir -p "$3" "$(dirname "$output")" # a log.dir of its user's may lie in the container alone: the ranks make it

@@ -7,14 +7,17 @@
 #   VENV              the environment otherwise (default: $STAGE_PATH/venv, made by launch/setup.sh)
 [ "${1:-}" != --help ] || exec sed -n '/^#!/d;/^#SBATCH/d;/^#/!q;s/^# \{0,1\}//p' "$0"
 
+# fail MESSAGE...: ends a job. To launch/check.sh it says so, in the form of tools/check_job.py, and the other variables
+# follow: callers put a value that works in the place of the wrong one first.
+failed=
 fail() {
     local line="${*//[[:cntrl:]]/ }" # a variable may hold newlines
-    if [ -n "${CHECK_ONLY:-}" ]; then # launch/check.sh asks: an answer in its form, as from tools/check_job.py
-        printf '%-6s %-10s %s\n' wrong variables "$line"
-    else
+    if [ -z "${CHECK_ONLY:-}" ]; then
         echo "error: $line" >&2
+        exit 1
     fi
-    exit 1
+    printf '%-6s %-10s %s\n' wrong variables "$line"
+    failed=yes
 }
 
 # lacks PART MESSAGE...: ends a job that cannot run for want of it. To launch/check.sh it says so, and the other parts follow.
@@ -26,9 +29,12 @@ lacks() {
 }
 
 source launch/number.sh ""
-[ -n "${STAGE_PATH:-}" ] || fail "STAGE_PATH is not set; export STAGE_PATH=<a folder that all nodes share>"
-[[ $STAGE_PATH == /* && -d $STAGE_PATH && $STAGE_PATH != *[[:cntrl:]]* ]] ||
+if [ -z "${STAGE_PATH:-}" ]; then
+    STAGE_PATH=
+    fail "STAGE_PATH is not set; export STAGE_PATH=<a folder that all nodes share>"
+elif [[ $STAGE_PATH != /* || ! -d $STAGE_PATH || $STAGE_PATH == *[[:cntrl:]]* ]]; then
     fail "STAGE_PATH=$STAGE_PATH is no folder with an absolute path of printable characters; make it, or correct it"
+fi
 # "null" says that Slurm does not manage the GPUs. srun would take it for a count.
 [ "${SLURM_GPUS_PER_NODE:-}" != null ] || unset SLURM_GPUS_PER_NODE
 

@@ -38,15 +38,18 @@ def variables(stage, **more):
 
 
 def check(*arguments, env, script="check.sh") -> tuple[int, dict[str, tuple[str, str]]]:
-    """The status, and of each part its mark and its text."""
+    """The status, and of each part its mark and its text; of variables the texts of all that are wrong."""
     done = subprocess.run(
         ["bash", f"launch/{script}", *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=600
     )
     if script == "check.sh":
         assert done.stderr == ""
     lines = [line for line in done.stdout.splitlines() if not line.startswith("submit it: ")]
-    found = {line.split()[1]: (line.split()[0], line[18:]) for line in lines}
-    assert len(found) == len(lines), done.stdout  # one line each
+    found: dict[str, tuple[str, str]] = {}
+    for line in lines:
+        mark, part, text = line.split()[0], line.split()[1], line[18:]
+        assert part not in found or part == "variables" and found[part][0] == mark == "wrong", done.stdout
+        found[part] = mark, "\n".join(filter(None, (found.get(part, ("", ""))[1], text)))
     assert (done.returncode == 0) == _fine(found), done.stdout
     assert ("submit it: " in done.stdout) == (done.returncode == 0 and arguments[0] != "helm")
     return done.returncode, found
@@ -118,6 +121,23 @@ def test_mistakes_that_a_queue_would_tell_of_hours_later(stage, more, part, mess
     assert status == 1 and found[part][0] == "wrong" and message in found[part][1], found
     if part not in ("variables", "keys", "layout"):  # all other parts are told all the same
         assert set(PARTS) - {"tokenizer"} <= found.keys() and sum(mark == "wrong" for mark, _ in found.values()) == 1
+
+
+def test_all_that_is_missing_is_said_at_once(stage, tmp_path):
+    """On a cluster where nothing was prepared: variables, environment, data, tokenizer and weights."""
+    env = variables(stage, DTYPE="", VENV="/nowhere", SPARE_NODES="x", MODEL_SIZE="70b", CHECKPOINT_DIR="none")
+    status, found = check("finetune", env=env)
+    wrong = ["FT_TYPE= is", "MODEL_SIZE=70b,", "DTYPE= is", "SPARE_NODES=x is", "there is no /nowhere/bin/python"]
+    lines = found["variables"][1].splitlines()
+    assert status == 1 and [line.startswith(start) for line, start in zip(lines, wrong, strict=True)] == [True] * 5
+    assert [part for part, (mark, _) in found.items() if mark == "wrong"] == ["variables", "base", "data", "tokenizer"]
+    assert found["layout"][0] == found["memory"][0] == "ok"  # by a Python that has the packages
+    env |= {"STAGE_PATH": "", "PYTHON": "/nowhere"}
+    status, found = check("175b", env=env)
+    assert status == 1 and found.keys() == {"variables", "partition"}
+    assert "STAGE_PATH is not set" in found["variables"][1] and "DTYPE= is" in found["variables"][1]
+    status, found = check("175b", "-N16", env=variables(stage, VENV="/nowhere", PYTHON="/nowhere", DATASET="mock"))
+    assert status == 1 and found["others"][0] == "?" and "PYTHON=..." in found["others"][1]
 
 
 @pytest.mark.parametrize(

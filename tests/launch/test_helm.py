@@ -270,19 +270,21 @@ def test_nccl_settings_win_over_the_charts():
     assert not set(plain) & (set(shipped["env-tcpxo.yaml"]) - set(shipped["env.yaml"]) | {"NCCL_SOCKET_IFNAME"})
 
 
+def typed(command: str) -> dict[str, dict]:
+    """The manifests of a `helm install` of the manual, by kind."""
+    env = os.environ | {"ARTIFACT_REGISTRY": "europe-docker.pkg.dev/p/r", "GCS_BUCKET": "results", "USER": "me"}
+    command = command.replace("helm install", f"{HELM} template")
+    result = subprocess.run(["bash", "-c", command], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return {document["kind"]: document for document in yaml.safe_load_all(result.stdout)}
+
+
+INSTALLS = re.findall(r"^helm install.*?launch/helm$", (ROOT / "launch/README.md").read_text(), re.M | re.S)
+
+
 def test_the_command_of_the_readme_is_the_documents_job():
     """GPT-3 175B on 32 machines of 8 GPUs, whose configuration fits them."""
-    (command,) = re.findall(r"^helm install.*?launch/helm$", (ROOT / "launch/README.md").read_text(), re.M | re.S)
-    env = os.environ | {"ARTIFACT_REGISTRY": "europe-docker.pkg.dev/p/r", "GCS_BUCKET": "results", "USER": "me"}
-    result = subprocess.run(
-        ["bash", "-c", command.replace("helm install", f"{HELM} template")],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
-    documents = {document["kind"]: document for document in yaml.safe_load_all(result.stdout)}
+    documents = typed(INSTALLS[0])
     (container,) = pod_of(documents)["containers"]
     assert environment(container)["MASTER_ADDR"].startswith("me-gpt3-175b-0.me-gpt3-175b.default.svc")
     assert documents["Job"]["spec"]["parallelism"] == 32
@@ -290,6 +292,14 @@ def test_the_command_of_the_readme_is_the_documents_job():
     cfg = cli.load([str(ROOT / "configs/gpt3_175b_gke.yaml")])
     rules.check(cfg, 256, capability=(9, 0))
     assert cfg.train.global_batch_size == 2048 and cfg.precision.fp8 == "delayed"
+
+
+def test_the_readmes_nodes_have_as_many_gpus_as_its_pods():
+    documents = typed(INSTALLS[1])
+    [(label, machine)] = pod_of(documents)["nodeSelector"].items()
+    (container,) = pod_of(documents)["containers"]
+    assert label == "node.kubernetes.io/instance-type" and documents["Job"]["spec"]["parallelism"] == 2
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == int(re.search(r"-(\d)g$", machine)[1]) == 4
 
 
 @pytest.mark.parametrize(
@@ -341,7 +351,7 @@ def test_the_command_of_the_readme_is_the_documents_job():
         ({"network__stack": "tcpxo", "workload__gpusPerNode": 4}, "workload.gpusPerNode=4, but network.stack=tcpxo"),
         (
             {"workload__gpusPerNode": 4, r"nodeSelector.node\.kubernetes\.io/instance-type": "a3-megagpu-8g"},
-            "but the nodes of nodeSelector node.kubernetes.io/instance-type=a3-megagpu-8g have 8 GPUs; use workload.gpus",
+            "the nodes of nodeSelector node.kubernetes.io/instance-type=a3-megagpu-8g have 8 GPUs; use workload.gpus",
         ),
         ({r"nodeSelector.node\.kubernetes\.io/instance-type": "a3-highgpu-4g"}, "use workload.gpusPerNode=4"),
         ({"release": "1e3"}, 'the release "1e3" cannot name a Service'),

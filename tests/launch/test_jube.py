@@ -108,14 +108,13 @@ def job(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
         "RESTARTS": "20",  # as somebody may have exported who starts other jobs, too
         "SPARE_NODES": "1",
     }
-    return subprocess.run(
-        ["bash", str(FOLDER / "job.sbatch"), str(ROOT), sys.executable, "2", *arguments],
-        cwd=folder,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    command = ["bash", str(FOLDER / "job.sbatch"), str(ROOT), sys.executable, "2", *arguments]
+    with open(folder / "job.err", "w") as stderr:
+        done = subprocess.run(
+            command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=600
+        )
+    done.stderr = (folder / "job.err").read_text()
+    return done
 
 
 def test_patterns_read_the_job_out_of_a_run(tmp_path, slurm):
@@ -159,6 +158,7 @@ def test_a_job_that_fails_says_so_to_jube(tmp_path, slurm):
     secret = (tmp_path / "secret").read_text()
     assert result.returncode != 0 and (tmp_path / "error").exists() and not (tmp_path / "ready").exists()
     assert "error: train.steps=0" in result.stderr
+    assert (tmp_path / "stderr").read_text().startswith("error: train.steps=0")  # where `jube info` looks
     job(tmp_path, "configs/gpt3_13b.yaml", "train.steps=0")
     assert (tmp_path / "secret").read_text() != secret  # each job has its own
 
@@ -299,6 +299,17 @@ def test_gpus_that_slurm_does_not_manage(tmp_path, slurm):
     jube(tmp_path, "run", "nlp_benchmark.yaml", "--tag", "13")
     submitted = (tmp_path / "sbatch.txt").read_text()
     assert "--nodes=8" in submitted and "--gres" not in submitted
+
+
+@needs_jube
+@pytest.mark.slow
+def test_jube_prints_the_reason_of_a_failed_step(tmp_path, slurm):
+    """By the manual's command."""
+    write_benchmark(tmp_path, tp_size=5)
+    jube(tmp_path, "run", "nlp_benchmark.yaml", "--tag", "13")
+    [command] = re.findall(r"`jube (info .*) -s STEP`", (ROOT / "launch/README.md").read_text())
+    reason = jube(tmp_path, *command.replace("launch/jube/", "").split(), "-s", "build").split("Errors found")[1]
+    assert "build/work/stderr:\nerror: parallel.tp*pp*cp=5*4*1=20 does not divide" in reason
 
 
 @needs_jube

@@ -812,17 +812,50 @@ def test_fine_tuning_as_its_users_start_it(cluster, stage, tmp_path):
         (dict(MODEL_SIZE="70b"), "MODEL_SIZE=70b, but this is the job of 8b; leave it unset"),
         (dict(JOB_TOTAL_GPUS="16"), "JOB_TOTAL_GPUS=16, but 1 node(s) of 1 GPUs are 1; submit with another -N"),
         (dict(), "/HF_ckpt/models/meta-llama/Meta-Llama-3-8B; run FINETUNE=8b launch/setup.sh, or set BASE"),
-        (dict(), "/Meta-Llama-3-8B is not complete, config.json is missing; run FINETUNE=8b launch/setup.sh again"),
+        (dict(), "/Meta-Llama-3-8B is not complete, it lacks config.json model.safetensors.index.json model-00001-of-"),
         (dict(BASE="/", DATASET=""), "/squad/train.jsonl; run FINETUNE=8b launch/setup.sh, or set DATASET to a .jsonl"),
     ],
 )
 def test_mistakes_of_fine_tuning_are_one_line_and_a_failed_job(cluster, stage, variables, message):
-    if "config.json is missing" in message:  # what a fetch without a network leaves
+    if "is not complete" in message:  # what a fetch without a network leaves
         (stage.folder / "HF_ckpt/models/meta-llama/Meta-Llama-3-8B").mkdir(parents=True)
     job = stage.submit(cluster, "-N1", size="finetune", **{"FT_TYPE": "lora"} | variables)
     assert cluster.wait(job)["JobState"] == "FAILED"
     [line] = stage.output(job).splitlines()
     assert line.startswith("error: ") and message in line
+
+
+# ---- a trial of one node of CPUs ------------------------------------------------------------------------------------
+
+
+def trial(cluster, folder: Path, *more: str) -> tuple[str, list[str]]:
+    """Type the manual's commands in `folder`, with more overrides; the job's state, and what Slurm's own file holds."""
+    manual = (ROOT / "launch/README.md").read_text()
+    commands = "export STAGE_PATH=$PWD" + manual.split("export STAGE_PATH=$PWD")[1].split("```")[0]
+    for old, new in ("$PWD/.venv", sys.prefix), ("sbatch -N 1 ", f"sbatch --parsable -N 1 {ROOT}/"):
+        commands = commands.replace(old, new)
+    commands = commands.replace("train.steps=20", " ".join(["train.steps=3", *more]))
+    done = subprocess.run(
+        ["bash", "-ec", commands], cwd=folder, env=cluster.environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    state = cluster.wait(int(done.stdout))["JobState"]
+    return state, (folder / f"slurm-{int(done.stdout)}.out").read_text().splitlines()
+
+
+def test_the_reason_of_a_failed_job_is_the_last_line_of_slurms_file(cluster, tmp_path):
+    state, lines = trial(cluster, tmp_path, "train.stepz=3")
+    assert state == "FAILED" and lines[-1] == "error: unknown key train.stepz; did you mean train.steps?"
+    [output] = (tmp_path / "stage").glob("results/*/bf16/8b/2/*.out")
+    assert str(output) in lines[-2]
+
+
+@pytest.mark.slow
+def test_the_trial_of_the_manual_trains_on_cpus(cluster, tmp_path):
+    state, lines = trial(cluster, tmp_path)
+    assert state == "COMPLETED", lines
+    [output] = (tmp_path / "stage").glob("results/*/bf16/8b/2/*.out")
+    assert "| 3/3 [" in output.read_text()
 
 
 # ---- mistakes -----------------------------------------------------------------------------------------------------
