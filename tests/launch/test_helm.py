@@ -375,6 +375,13 @@ def test_mistakes_end_before_anything_is_installed(settings, message):
     assert result.returncode != 0 and message in result.stderr, result.stderr
 
 
+def test_all_that_is_missing_is_named_at_once():
+    result = helm(config=None, workload__image="", workload__gcsBucketForDataCataPath="")
+    assert all(
+        name in result.stderr for name in ("config is", "workload.image is", "workload.gcsBucketForDataCataPath=")
+    )
+
+
 HOSTILE = [
     "a #b",
     "x\nhostPID: true",

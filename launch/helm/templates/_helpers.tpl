@@ -45,6 +45,7 @@ A value of another type is refused as well. In config that holds for texts alone
 {{- if and (eq .Values.network.stack "tcpxo") (ne (int .Values.workload.gpusPerNode) 8) }}
 {{- fail (printf "workload.gpusPerNode=%d, but network.stack=tcpxo is of machines with 8 GPUs; use 8, or network.stack=tcp" (int .Values.workload.gpusPerNode)) }}
 {{- end }}
+{{- include "minitron.complete" . }}
 {{- include "minitron.machine" . }}
 {{- $patterns := dict "null" "null|Null|NULL" "int" "[+-]?(0|[1-9](_?[0-9]){0,17})" "bool" "(?i:true|false|yes|no|on|off)" }}
 {{- $_ := merge $patterns (dict "float" "[+-]?([0-9](_?[0-9])*(\\.[0-9]*)?|\\.[0-9]+)([eE][+-]?[0-9]+)?" "list" "\\[.*" "section" "\\{.*" "text" ".*\\S.*") }}
@@ -110,6 +111,23 @@ A value of another type is refused as well. In config that holds for texts alone
 {{- end }}
 {{- end }}
 
+{{/* Names all that has to be set and is not. */}}
+{{- define "minitron.complete" -}}
+{{- $lacking := list }}
+{{- if not .Values.config }}
+{{- $lacking = append $lacking "config is empty; give the run's YAML: --set-file config=configs/gpt3_175b.yaml" }}
+{{- end }}
+{{- if not .Values.workload.image }}
+{{- $lacking = append $lacking "workload.image is empty; name the image built from launch/Dockerfile" }}
+{{- end }}
+{{- if not (or .Values.workload.gcsBucketForDataCataPath .Values.workload.volume .Values.workload.gcsVolumeAttributes) }}
+{{- $lacking = append $lacking "nowhere to keep the artifacts; set workload.gcsBucketForDataCataPath=BUCKET, or workload.volume" }}
+{{- end }}
+{{- with $lacking }}
+{{- fail (join "; and " .) }}
+{{- end }}
+{{- end }}
+
 {{/* Says which key was meant by what was typed. */}}
 {{- define "minitron.meant" -}}
 {{- $typed := .typed }}
@@ -170,9 +188,7 @@ csi:
     {{- merge .gcsVolumeAttributes $own | toYaml | nindent 4 }}
 {{- else if .gcsVolumeAttributes }}
 {{- fail "workload.gcsVolumeAttributes is set without a bucket; set workload.gcsBucketForDataCataPath, too" }}
-{{- else if .volume }}
-{{- toYaml .volume }}
 {{- else }}
-{{- fail "nowhere to keep the artifacts; set workload.gcsBucketForDataCataPath=BUCKET, or workload.volume" }}
+{{- toYaml .volume }}
 {{- end }}
 {{- end }}
