@@ -50,13 +50,13 @@ def _overview(description: str) -> list[str]:
     return [
         description.strip().split("\n\n")[0],
         "",
-        f"usage: {USAGE}",
+        textwrap.fill(f"usage: {USAGE}", 120, subsequent_indent="    "),
         "",
         f"{DRY_RUN}: one step of some of N ranks, here, without GPUs: its",
         "memory, its communication, its errors; ranks by number too.",
         "--recipes: the recipes by name, each with what it trains.",
         "--schema: a JSON schema of a configuration file, from which editors complete and check it.",
-        f"--help SECTION: the keys of a section alone, of {', '.join(f.name for f in fields(Config))}.",
+        textwrap.fill(f"--help SECTION: its keys alone, of {', '.join(f.name for f in fields(Config))}.", 120),
         "",
         "Later files win over earlier ones, and overrides over files. Every key, with its default:",
     ]
