@@ -43,6 +43,7 @@ BUT = {
     "planner.dryrun.dryrun",
     "planner.dryrun.kernels",
     "planner.dryrun.memory_walk",
+    "planner.dryrun.trace",
 }
 
 

@@ -37,6 +37,7 @@ COMMANDS = {
     "minitron-metrics": "tools/training_metrics.py",
     "minitron-plot": "tools/plot_run.py",
     "minitron-stragglers": "tools/stragglers.py",
+    "minitron-tour": "tools/tour.py",
 }
 
 

@@ -38,6 +38,7 @@ from minitron.config.schema import Config
 from minitron.config.sizes import PERSISTENT
 from minitron.data.build import build_datasets
 from minitron.data.loader import Loader
+from minitron.kernels.kernels import Kernels
 from minitron.pipeline.executor import MakeSchedule
 from minitron.pipeline.schedule import Schedule, make
 from minitron.planner.dryrun import kernels, repeats
@@ -198,9 +199,10 @@ def recorded(mesh: Mesh, recorder: Recorder) -> Mesh:
     return replace(mesh, **{name: replace(axis, activity=recorder) for name, axis in axes.items()})
 
 
-def prepare(cfg: Config, mesh: Mesh, schedule: MakeSchedule | None = None) -> Trainer:
-    """Build a trainer as it is in the middle of a run. Collective over the world. schedule: see build."""
-    chosen = kernels.choose(cfg) if mesh.device.type == "meta" else None
+def prepare(cfg: Config, mesh: Mesh, schedule: MakeSchedule | None = None, chosen: Kernels | None = None) -> Trainer:
+    """Build a trainer as it is in the middle of a run. Collective over the world. schedule, chosen: see build."""
+    if chosen is None and mesh.device.type == "meta":
+        chosen = kernels.choose(cfg)
     trainer = build(cfg, mesh, chosen, schedule=schedule)
     for chunk in trainer.chunks:
         if chunk.fp8_state.scaling is not None:

@@ -1,0 +1,348 @@
+"""The tour: what its page shows is what ran, a planted mistake shows on it, and it works in a browser."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from browser import PROGRAM, Browser
+from layouts import LLAMA, config
+from minitron.config import cli, rules
+from minitron.kernels.param import Shard
+from minitron.optim import buckets
+from minitron.pipeline import schedule as schedules
+from minitron.pipeline.schedule import Forward, Schedule, make
+from minitron.planner.dryrun.dryrun import dry_run
+from minitron.planner.dryrun.trace import dry_trace, real_trace
+from minitron.planner.page import content, html
+from tools import tour as tool
+
+ROOT = Path(__file__).parents[2]
+NAME = "<script>alert('a name')</script> --> tp=2 pp=2"
+MODEL = dict(num_layers=4, hidden_size=64, num_heads=4, num_kv_heads=2, ffn_hidden_size=96)
+CFG = config(LLAMA, dict(model=MODEL, parallel=dict(tp=2, pp=2), data=dict(source="mock")))
+
+
+@pytest.fixture(scope="module")
+def tour(ranks):
+    return tool.collect(CFG, 4, None, ranks, NAME)
+
+
+@pytest.fixture(scope="module")
+def page(tour):
+    return content(tour)
+
+
+def verdicts(page):
+    return {row["name"]: row["ok"] for row in page["proof"]["rows"]}
+
+
+# ---- what ran is what the page shows --------------------------------------------------------------------------------
+
+
+def test_a_small_configuration_is_trained_as_it_is(tour, page):
+    assert tour.as_it_is and page["source"] == "run" and page["twin"]["changes"] == []
+    assert page["proof"]["ok"] and all(verdicts(page).values())
+    (run,) = page["proof"]["runs"]
+    assert run["far"] < 1e-5 and 0 < run["worst"]["difference"] < 1e-5
+    assert len(run["steps"]) == 3 and len(run["steps"][0]["ranks"]) == 4
+
+
+def test_the_shards_are_those_of_the_ranks(page):
+    qkv = next(p for p in page["holds"][1]["params"] if p["name"] == "blocks.2.attention.qkv.weight")
+    chunks = 64, 32, 32
+    for rank in (0, 1):
+        axis = mock.Mock(size=2, rank=rank)
+        assert [tuple(x) for x in qkv["slices"][rank]] == Shard(0, axis, chunks).slices()
+    assert list(qkv["shape"]) == [sum(chunks), 64] and list(qkv["local"]) == [64, 64]
+
+
+def test_one_layer_has_the_collectives_of_the_dry_run(page):
+    """In order, with their bytes: the other recorder of them knows nothing of layers."""
+    records = dry_run(CFG, 4, 3).collectives
+    for phase in ("Forward", "Backward"):
+        mine = [e for e in page["layers"][3]["events"] if e["kind"] == "comm" and e["phase"] == phase]
+        action = next(r.action for r in records if type(r.action).__name__ == phase and r.action.mb == 0)
+        all_of_stage = [(r.kind, r.num_bytes) for r in records if r.action == action and r.axis == "tp"]
+        found = [(e["name"], e["bytes"]) for e in mine]
+        assert any(all_of_stage[i : i + len(found)] == found for i in range(len(all_of_stage))) and len(found) > 3
+
+
+def test_what_runs_beside_a_collective_hides_it(page):
+    """The backward of a column-parallel layer gathers its input beside dx, and scatters dx beside dW."""
+    events = page["layers"][0]["events"]
+    beside = {}
+    for i, e in enumerate(events):
+        if e["kind"] == "comm" and e["phase"] == "Backward":
+            names = [x["name"] for x in events[i + 1 : e["until"]] if x["kind"] == "product"]
+            beside[e["layer"].split(".", 2)[2], e["name"]] = names
+    assert beside["mlp.up", "all-gather"] == ["dx = dy W"] and beside["mlp.up", "reduce-scatter"] == ["dW += dy^T x"]
+    assert beside["mlp.down", "all-gather"] == []
+
+
+def test_recomputation_keeps_less_and_computes_more(page):
+    none, selective, full = page["recompute"]
+    assert none["kept"] > selective["kept"] > full["kept"] and none["again"] == selective["again"] == 0
+    s, h = CFG.train.seq_len, CFG.model.hidden_size
+    assert full["kept"] == 4 * s // 2 * h and 0.3 < full["again"] < 0.34  # the input alone; forward is a third
+    cfg = config(CFG, dict(train=dict(recompute="full", global_batch_size=2)))
+    events = dry_trace(cfg, 4, 0)["events"]
+    again = [e["name"] for e in events if e.get("again") and e["kind"] != "keep"]
+    assert again == [e["name"] for e in events if e["phase"] == "Forward" and e["kind"] not in ("keep", "comm")]
+
+
+@pytest.mark.parametrize("fp8", ["delayed", "current"])
+def test_fp8_casts_are_listed_where_they_happen(fp8):
+    cfg = config(CFG, dict(precision=dict(dtype="bf16", fp8=fp8), train=dict(global_batch_size=2)))
+    events = dry_trace(cfg, 4, 0)["events"]
+    made = [
+        (e["layer"].split(".")[2], e["phase"]) for e in events if any("FP8" in x for x in e["out"]) and "again" in e
+    ]
+    products = [e for e in events if e["kind"] == "product"]
+    assert all("FP8" in e["in"][0] for e in products) and len(products) == 12
+    weights = [e for e in events if "weight, once" in e["name"]]
+    assert len(weights) == 4 and {phase for _, phase in made} == {"Forward", "Backward"}
+    assert not any("FP8" in x for e in events if e["kind"] == "attention" for x in e["in"])
+
+
+def test_schedules_to_choose_from(page):
+    own, interleaved, zero_bubble = page["schedules"]
+    assert own["own"] and own["name"] == "1F1B" and interleaved["vp"] == 2 and zero_bubble["name"] == "ZB-H1"
+    m = page["microbatches"]
+    assert own["bubble"] == pytest.approx(1 / m) and interleaved["bubble"] == pytest.approx(1 / 2 / m)
+    assert zero_bubble["bubble"] == pytest.approx(1 / 3 / m)
+    assert len(own["events"]) == 2 * 2 * m and {e[1] for e in zero_bubble["events"]} == set("FBbw")
+
+
+# ---- a planted mistake changes the page -----------------------------------------------------------------------------
+
+
+def wrong_shard(cfg):
+    slices = Shard.slices
+    first = lambda shard: slices(replace(shard, axis=replace(shard.axis, rank=0)))
+    with mock.patch.object(Shard, "slices", first):
+        return real_trace(cfg)
+
+
+def missing_all_reduce(cfg):
+    with mock.patch.object(buckets, "_sum_all", lambda tensors, axis: None):
+        return real_trace(cfg)
+
+
+def all_forwards_first(pp, vp, m):
+    ranks = [sorted(schedules.operations(pp, vp, m, r), key=lambda op: not isinstance(op, Forward)) for r in range(pp)]
+    return Schedule(pp, vp, m, schedules._with_exchanges(pp, vp, m, ranks))
+
+
+def swapped_schedule(cfg):
+    return real_trace(cfg, all_forwards_first)
+
+
+def planted(tour, ranks, mistake):
+    """Train the layout with a mistake, and one process without it; return the page."""
+    traces, proofs = tool.prove(tour.twin, 4, lambda world, run, cfg: ranks(world, mistake if world > 1 else run, cfg))
+    return content(replace(tour, real=traces, proofs=proofs))
+
+
+def test_a_wrong_shard_shows(tour, ranks):
+    page = planted(tour, ranks, wrong_shard)
+    qkv = next(p for p in page["holds"][0]["params"] if p["name"].endswith("qkv.weight"))
+    assert qkv["slices"][0] == qkv["slices"][1]
+    wrong = [name for name, ok in verdicts(page).items() if not ok]
+    assert (
+        not page["proof"]["ok"] and any("shards" in name for name in wrong) and any("trains" in name for name in wrong)
+    )
+
+
+def test_a_missing_all_reduce_shows(tour, page, ranks):
+    found = planted(tour, ranks, missing_all_reduce)
+    kinds = lambda page: {(row["axis"], row["kind"]) for row in page["traffic"][0]["rows"]}
+    assert kinds(page) - kinds(found) == {("tp", "all-reduce")}
+    (run,) = found["proof"]["runs"]
+    assert not found["proof"]["ok"] and "norm" in run["worst"]["name"] and run["worst"]["difference"] > 0.1
+
+
+def test_a_swapped_schedule_shows(tour, ranks):
+    page = planted(tour, ranks, swapped_schedule)
+    wrong = [name for name, ok in verdicts(page).items() if not ok]
+    assert any("order" in name for name in wrong) and any("activations" in name for name in wrong)
+    assert page["schedules"][0]["held"] == (page["microbatches"],) * 2  # losses are right, memory is not
+    assert page["proof"]["runs"][0]["far"] < 1e-5 and not page["proof"]["ok"]
+
+
+def test_a_schedule_of_another_kind_shows(tour, ranks):
+    """Even if `make` itself is wrong: the bubble is that of a formula, not of `make`."""
+    zero = config(CFG, dict(parallel=dict(schedule="zb-h1")))
+    own = tool.collect(zero, 4, None, lambda world, run, cfg: ranks(world, as_1f1b if world > 1 else run, cfg))
+    with mock.patch("minitron.planner.page.make", lambda pp, vp, m, kind: replace(make(pp, vp, m), kind=kind)):
+        wrong = [name for name, ok in verdicts(content(own)).items() if not ok]
+    assert any("bubble" in name for name in wrong)
+
+
+def as_1f1b(cfg):
+    return real_trace(cfg, lambda pp, vp, m: make(pp, vp, m))
+
+
+# ---- the file -------------------------------------------------------------------------------------------------------
+
+
+def test_text_of_a_configuration_stays_text(tour, page):
+    text = html(tour)
+    assert "alert('a name')" in text and "<script>alert" not in text and len(text) < 5_000_000
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert json.loads(data)["name"] == NAME
+    assert not re.search(r"""(src|href)=["']?(https?:)?//|@import|url\((?!#)""", text)
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", text)
+
+
+@pytest.mark.parametrize(
+    "arguments, parts",
+    [
+        (["--output", "x.html", "--device", "h999"], ["h999", "h100"]),
+        (["parallel.tp=2"], ["--output"]),
+        (["parallel.tp=3", "--output", "x.html"], ["parallel.tp=3"]),
+        (["parallel.tp=2", "--world", "3", "--output", "x.html"], ["3"]),
+        (["nothing.yaml", "--output", "x.html"], ["nothing.yaml"]),
+        (["--output", "no/such/folder/x.html"], ["no/such/folder"]),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, monkeypatch, arguments, parts):
+    monkeypatch.chdir(tmp_path)
+    with mock.patch.object(tool, "RankPool", side_effect=AssertionError("ranks were started")):
+        with pytest.raises(ValueError) as caught:
+            tool.main(arguments)
+    assert "\n" not in str(caught.value) and all(part in str(caught.value) for part in parts)
+
+
+@pytest.mark.parametrize(
+    "recipe, world, changes",
+    [
+        ("gpt3_175b", 128, []),
+        ("gpt3_175b", 1024, ["precision.fp8=delayed", "parallel.tp=8"]),
+        ("llama31_405b", 512, []),
+        ("llama31_70b", 64, ["parallel.cp_style=ulysses"]),
+        ("llama3_8b", 8, ["precision.fp8=block", "parallel.tp=2", "parallel.sequence_parallel=false"]),
+        ("llama3_8b", 4, ["parallel.pp=4", "parallel.vp=2", "train.global_batch_size=64"]),
+        ("gpt2_124m", 4, ["parallel.tp=2", "model.head_piece=256"]),
+        ("quickstart", 2, []),
+    ],
+)
+def test_a_twin_keeps_rules_layout_and_switches(recipe, world, changes):
+    cfg = cli.load([str(ROOT / f"configs/{recipe}.yaml"), "train.global_batch_size=4096", *changes])
+    twin, ranks = tool.small_twin(cfg, world)
+    rules.check(twin, ranks)
+    assert ranks <= 8 and (ranks == world or world > 8)
+    p, q = cfg.parallel, twin.parallel
+    for axis in ("tp", "pp", "cp"):
+        assert getattr(q, axis) == getattr(p, axis) if world <= 8 else getattr(q, axis) <= 2
+    assert (q.cp_style, q.sequence_parallel, q.overlap_grads) == (p.cp_style, p.sequence_parallel, p.overlap_grads)
+    assert (twin.train.recompute, twin.precision.fp8) == (cfg.train.recompute, cfg.precision.fp8)
+    assert twin.model.num_layers * twin.model.hidden_size**2 < 1 << 20
+
+
+# ---- in a browser ---------------------------------------------------------------------------------------------------
+
+PICTURES = ["tokens", "holds", "layer", "schedule", "traffic", "memory", "proof"]
+
+
+@pytest.fixture(scope="module")
+def file(tour, tmp_path_factory):
+    path = tmp_path_factory.mktemp("tour") / "tour.html"
+    path.write_text(html(tour))
+    return path
+
+
+@pytest.mark.skipif(PROGRAM is None, reason="needs Chromium")
+def test_the_page_works_in_a_browser(file):
+    with Browser() as browser:
+        text = lambda place: browser.run(f"document.querySelector('{place}').textContent")
+        for width, dark in ((1400, False), (400, True)):
+            browser.open(file, width, dark=dark)
+            assert browser.run("document.documentElement.dataset.theme") == ("dark" if dark else "light")
+            assert browser.run("document.documentElement.scrollWidth") <= width
+            for name in PICTURES:
+                size = (
+                    f"(r => [r.width, r.height])(document.querySelector('#{name}-picture svg').getBoundingClientRect())"
+                )
+                wide, tall = browser.run(size)
+                assert 200 < wide and 25 < tall < 700, name
+                assert (
+                    len(browser.run(f"document.querySelector('#{name}-picture svg').getAttribute('aria-label')")) > 20
+                )
+            assert browser.run("document.querySelectorAll('.rank').length") == 4
+            assert browser.run("document.title").count("<script>") == 1  # the name is text
+            assert browser.run("document.querySelectorAll('#proof-table tr[data-ok=true]').length") >= 8
+            assert "✓" in text("#verdict")
+        browser.click("[aria-label^='rank 3:']")
+        assert "Rank 3" in text("#ranks-panel") and "layers 2–3" in text("#ranks-panel")
+        assert browser.run("[...document.querySelectorAll('.rank i')].length") == 2  # its tp and its pp neighbour
+        browser.click("#schedule-picture [data-i='3']")
+        first = text("#schedule-panel")
+        assert "Waits for" in first and "Sends" in first
+        browser.press("ArrowRight")
+        second = text("#schedule-panel")
+        assert second != first
+        browser.press("ArrowLeft")
+        assert text("#schedule-panel") == first
+        for kind in ("interleaved 1F1B, 2 chunks", "ZB-H1"):
+            before = browser.run("document.querySelectorAll('#schedule-picture [data-i]').length")
+            browser.click(f"[data-kind='{kind}']")
+            assert browser.run("document.querySelectorAll('#schedule-picture [data-i]').length") != before
+        for name in ("layer", "traffic", "memory", "proof"):
+            before = text(f"#{name}-panel")
+            browser.run(f"document.querySelector('#{name}-picture svg').focus()")
+            browser.press("Home")
+            browser.press("ArrowRight")
+            assert text(f"#{name}-panel") != before or name == "memory"
+        fill = "(e => { e.value = %r; e.dispatchEvent(new Event('input')); })(document.getElementById('row'))"
+        browser.run(fill % "10")
+        assert "Row 10 " in text("#holds-panel") and "held by rank 2." in text("#holds-panel")
+        browser.run(fill % "40")
+        assert "held by rank 3." in text("#holds-panel") and "rank_00003.safetensors" in text("#holds-panel")
+        browser.click("#theme")
+        assert browser.run("document.documentElement.dataset.theme") == "light"
+        browser.resize(900)
+        assert browser.errors == []
+
+
+@pytest.mark.skipif(PROGRAM is None, reason="needs Chromium")
+def test_a_failing_proof_is_what_a_reader_sees_first(tour, ranks, tmp_path):
+    traces, proofs = tool.prove(tour.twin, 4, lambda n, run, cfg: ranks(n, wrong_shard if n > 1 else run, cfg))
+    (tmp_path / "wrong.html").write_text(html(replace(tour, real=traces, proofs=proofs)))
+    with Browser() as browser:
+        browser.open(tmp_path / "wrong.html", 1400)
+        assert "✗" in browser.run("document.getElementById('verdict').textContent")
+        assert browser.run("document.querySelectorAll('#proof-table tr[data-ok=false]').length") >= 2
+        assert browser.run("document.querySelectorAll('#proof-picture path').length") > 3 and browser.errors == []
+
+
+# ---- larger ones ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "world, arguments",
+    [
+        (128, ["gpt3_175b", "--device", "h100"]),
+        (8, ["gpt3_13b", "parallel.tp=2", "parallel.pp=2", "precision.fp8=delayed", "train.recompute=selective"]),
+        (4, ["quickstart", "parallel.cp=2", "parallel.tp=2", "precision.dtype=bf16"]),
+        (4, ["quickstart", "parallel.pp=2", "parallel.schedule=zb-h1", "train.recompute=full", "--device", "a100"]),
+        (8, ["quickstart", "parallel.cp=2", "parallel.cp_style=ulysses", "parallel.pp=2", "parallel.vp=2"]),
+        (1, ["gpt2_124m", "train.global_batch_size=8"]),
+    ],
+)
+def test_tours_of_other_layouts(tmp_path, world, arguments):
+    path = tmp_path / "tour.html"
+    tool.main([*arguments, "--world", str(world), "--output", str(path)])
+    (data,) = re.findall(r'id="data">(.*?)</script>', path.read_text(), re.DOTALL)
+    page = json.loads(data)
+    assert page["proof"]["ok"], [row for row in page["proof"]["rows"] if not row["ok"]]
+    assert path.stat().st_size < 5_000_000
+    if PROGRAM is not None:
+        with Browser() as browser:
+            for width in (1400, 400):
+                browser.open(path, width)
+                assert browser.errors == [] and browser.run("document.documentElement.scrollWidth") <= width
