@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From nothing to a loss curve: an environment, the pinned installs, a small Llama trained on real text (the sources of
-# Python's standard library) on whatever this machine has, and its loss as a picture.
+# Python's standard library) on whatever this machine has, its loss as a picture, and a tour of what its ranks did.
 #   bash launch/quickstart.sh [section.key=value ...]     e.g. train.steps=50 parallel.tp=2
 #
 #   RANKS    processes to train with (default: one a GPU, or 2 on a machine without)
@@ -57,3 +57,4 @@ trap 'rm -f "$errors"' EXIT
     fail "${line#error: }"
 }
 "$python" tools/plot_run.py "$run_dir"
+"$python" tools/tour.py configs/quickstart.yaml "$@" --world "$ranks" --output "$run_dir/tour.html"

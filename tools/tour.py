@@ -78,7 +78,8 @@ def collect(cfg: Config, world: int, machine: Machine | None, start: Start, name
     with ThreadPoolExecutor(1) as beside:
         proof = beside.submit(prove, twin, twin_world, start)
         few, stage, pp = few_microbatches(cfg, world), world // cfg.parallel.pp, cfg.parallel.pp
-        listed = range(pp) if world <= MOST_RANKS else sorted({0, pp - 1})
+        last = {pp - 1} if cfg.parallel.schedule == "zb-h1" else set()  # rank 0 splits no backward
+        listed = range(pp) if world <= MOST_RANKS else sorted({0} | last)
         dry = {rank: dry_trace(few, world, rank * stage) for rank in listed}
         holds = [dry[rank] if rank in dry else held(few, world, rank * stage) for rank in range(pp)]
         costs = recompute_costs(cfg)
