@@ -322,12 +322,7 @@ def checks(tour: Tour, own: Schedule) -> list[dict]:
     p, rows = tour.cfg.parallel, []
 
     def add(name: str, wrong: list[str], found: str) -> None:
-        text = (
-            f"{found}"
-            if not wrong
-            else "; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else "")
-        )
-        rows.append({"ok": not wrong, "name": name, "text": text})
+        rows.append({"ok": not wrong, "name": name, "text": "; ".join(wrong[:3]) or found})
 
     shards, slices, holds = [], [], holdings(tour)
     for stage, hold in enumerate(holds):
@@ -383,11 +378,11 @@ def schedule_rules(own: Schedule) -> list[dict]:
         text = f"{timeline.bubble:.2%} of the work for equal stages, by the formula {rule:.2%}"
         rows.append({"ok": timeline.bubble <= 1.05 * rule, "name": "the bubble is that of its schedule", "text": text})
     if vp == 1:
-        held = peak_activations(own)
-        too_many = [f"rank {r} holds {n}" for r, n in enumerate(held) if n > pp - r]
+        held, most = peak_activations(own), [pp if own.kind == "zb-h1" else pp - r for r in range(pp)]
+        too_many = [f"rank {r} holds {held[r]}, not {most[r]}" for r in range(pp) if held[r] > most[r]]
         text = "; ".join(too_many) or f"{', '.join(map(str, held))} microbatches by rank"
         rows.append(
-            {"ok": not too_many, "name": "rank r holds the activations of pp - r microbatches at most", "text": text}
+            {"ok": not too_many, "name": "ranks hold no more activations than their schedule needs", "text": text}
         )
     return rows
 
