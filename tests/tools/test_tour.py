@@ -141,14 +141,19 @@ def swapped_schedule(cfg):
     return real_trace(cfg, all_forwards_first)
 
 
-def planted(tour, ranks, mistake):
-    """Train the layout with a mistake, and one process without it; return the page."""
-    traces, proofs = tool.prove(tour.twin, 4, lambda world, run, cfg: ranks(world, mistake if world > 1 else run, cfg))
-    return content(replace(tour, real=traces, proofs=proofs))
+def planted(tour, ranks, mistake, cfg=CFG):
+    """Train the layout with a mistake, and one process without it."""
+    traces, proofs = tool.prove(cfg, 4, lambda world, run, cfg: ranks(world, mistake if world > 1 else run, cfg))
+    return replace(tour, cfg=cfg, real=traces, proofs=proofs)
 
 
-def test_a_wrong_shard_shows(tour, ranks):
-    page = planted(tour, ranks, wrong_shard)
+@pytest.fixture(scope="module")
+def wrong(tour, ranks):
+    return planted(tour, ranks, wrong_shard)
+
+
+def test_a_wrong_shard_shows(wrong):
+    page = content(wrong)
     qkv = next(p for p in page["holds"][0]["params"] if p["name"].endswith("qkv.weight"))
     assert qkv["slices"][0] == qkv["slices"][1]
     wrong = [name for name, ok in verdicts(page).items() if not ok]
@@ -158,7 +163,7 @@ def test_a_wrong_shard_shows(tour, ranks):
 
 
 def test_a_missing_all_reduce_shows(tour, page, ranks):
-    found = planted(tour, ranks, missing_all_reduce)
+    found = content(planted(tour, ranks, missing_all_reduce))
     kinds = lambda page: {(row["axis"], row["kind"]) for row in page["traffic"][0]["rows"]}
     assert kinds(page) - kinds(found) == {("tp", "all-reduce")}
     (run,) = found["proof"]["runs"]
@@ -166,7 +171,7 @@ def test_a_missing_all_reduce_shows(tour, page, ranks):
 
 
 def test_a_swapped_schedule_shows(tour, ranks):
-    page = planted(tour, ranks, swapped_schedule)
+    page = content(planted(tour, ranks, swapped_schedule))
     wrong = [name for name, ok in verdicts(page).items() if not ok]
     assert any("order" in name for name in wrong) and any("activations" in name for name in wrong)
     assert page["schedules"][0]["held"] == (page["microbatches"],) * 2  # losses are right, memory is not
@@ -176,7 +181,7 @@ def test_a_swapped_schedule_shows(tour, ranks):
 def test_a_schedule_of_another_kind_shows(tour, ranks):
     """Even if `make` itself is wrong: the bubble is that of a formula, not of `make`."""
     zero = config(CFG, dict(parallel=dict(schedule="zb-h1")))
-    own = tool.collect(zero, 4, None, lambda world, run, cfg: ranks(world, as_1f1b if world > 1 else run, cfg))
+    own = planted(tour, ranks, as_1f1b, zero)
     with mock.patch("minitron.planner.page.make", lambda pp, vp, m, kind: replace(make(pp, vp, m), kind=kind)):
         wrong = [name for name, ok in verdicts(content(own)).items() if not ok]
     assert any("bubble" in name for name in wrong)
@@ -309,9 +314,8 @@ def test_the_page_works_in_a_browser(file):
 
 
 @pytest.mark.skipif(PROGRAM is None, reason="needs Chromium")
-def test_a_failing_proof_is_what_a_reader_sees_first(tour, ranks, tmp_path):
-    traces, proofs = tool.prove(tour.twin, 4, lambda n, run, cfg: ranks(n, wrong_shard if n > 1 else run, cfg))
-    (tmp_path / "wrong.html").write_text(html(replace(tour, real=traces, proofs=proofs)))
+def test_a_failing_proof_is_what_a_reader_sees_first(wrong, tmp_path):
+    (tmp_path / "wrong.html").write_text(html(wrong))
     with Browser() as browser:
         browser.open(tmp_path / "wrong.html", 1400)
         assert "✗" in browser.run("document.getElementById('verdict').textContent")
