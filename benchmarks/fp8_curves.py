@@ -81,7 +81,7 @@ def losses(cfg: Config, device: torch.device) -> list[float]:
     trainer, loader, figures = build(cfg, mesh), Loader(data.train, cfg, mesh), []
     for step in range(1, t.steps + 1):
         consumed = step * t.global_batch_size
-        lr = learning_rate(cfg.optimizer, consumed, global_batch_size=t.global_batch_size, total_steps=t.steps)
+        lr = learning_rate(cfg.optimizer, t, consumed)
         figures.append(trainer.step(loader.step(consumed - t.global_batch_size, step), lr).values[0])
     loader.close()
     return torch.stack(figures).tolist()

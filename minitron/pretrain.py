@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import time
+from bisect import bisect_right
 from collections.abc import Mapping
 from contextlib import nullcontext
 from datetime import timedelta
@@ -32,9 +33,12 @@ from minitron.comm.activity import Stopwatch
 from minitron.comm.collectives import all_reduce_
 from minitron.comm.mesh import Mesh
 from minitron.config import cli, rules
+from minitron.config.batch import consumed_of, trained_after, trained_of
 from minitron.config.schema import Config
+from minitron.config.text import shown
 from minitron.data.build import Datasets, build_datasets
 from minitron.data.cache import Cache
+from minitron.data.evaluation import Evaluation, alone
 from minitron.data.tokenizers import Tokenizer
 from minitron.kernels import kernels
 from minitron.runtime import profiling
@@ -67,7 +71,7 @@ def main(
 
 
 def run(argv: list[str] | None, description: str, finetune: bool, listener: Listener) -> int:
-    """Train until the last step, or until a signal, whose number it returns."""
+    """Train until the last step, or until a signal, whose number it returns. With --evaluate only evaluate."""
     imported = time.time()
     with cli.user_errors():
         rank, world, local_rank, ranks_here = read_torchrun_env(os.environ)
@@ -77,7 +81,8 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
             from minitron.planner.dryrun import dryrun
 
             options, argv = dryrun.split(argv)
-        cfg = cli.configure(description, argv)
+        evaluates = "--evaluate" in argv
+        cfg = cli.configure(description, [arg for arg in argv if arg != "--evaluate"])
         if finetune != (cfg.finetune.kind is not None):
             raise ValueError(
                 f"finetune.kind={cfg.finetune.kind or 'null'} is for python -m minitron."
@@ -90,11 +95,16 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
         check_meeting_place(os.environ, world)
         device, name, capability = choose_device(local_rank, ranks_here)
         rules.check(cfg, world, capability)
+        if evaluates:
+            cfg = alone(cfg)
+        # FP8 needs the histories and casts that the optimizer keeps, adapters are small.
+        frozen = evaluates and cfg.precision.fp8 == "none" and cfg.finetune.kind != "lora"
         if cfg.train.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it to be deterministic
             torch.use_deterministic_algorithms(True)
         chosen = kernels.choose(cfg, device)
-        check_room(cfg, world, device)
+        if not frozen:
+            check_room(cfg, world, device)
         profiling.check(cfg.profile, device)
         log = Log(cfg, rank, world, name)
         listener.report_to(log.alarm)
@@ -113,23 +123,33 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
         with watched(mesh, log, cfg.train.hang_seconds, listener, signer):
             with cli.user_errors(quiet=rank > 0):  # raised on all ranks alike
                 mesh.activity.begin("load")
-                start = agree(cfg, mesh, open_weights, first_on_node)
+                start = agree(cfg, mesh, open_weights, first_on_node, saves=not evaluates)
+                if evaluates and start.reader is start.base_weights is None:
+                    fix = "set checkpoint.dir to one, or finetune.base or checkpoint.load to weights"
+                    raise ValueError(f"--evaluate: checkpoint.dir={shown(cfg.checkpoint.dir)} has no checkpoint; {fix}")
+                rules.check_batch_sizes(cfg, world, trained_of(cfg.data.skip_samples, start.consumed_samples))
                 mesh.activity.begin("datasets")
-                data = open_data(cfg, start, mesh, first_on_node)
+                data = open_data(cfg, ResumePoint() if evaluates else start, mesh, first_on_node)
             mesh.activity.begin("start")
-            trainer = build(cfg, mesh, chosen, log, start.base_fingerprint)
+            if frozen:
+                start = start._replace(reader=None, base_weights=start.reader)
+            trainer = build(cfg, mesh, chosen, log, start.base_fingerprint, frozen=frozen)
             startup.mark("build")
             mesh.activity.begin("load")
             start = newest_local_save(cfg, start, data.info, trainer.state, log)
             restore(start, trainer.state, log)
             startup.mark("load")
             mesh.activity.begin("start")
-            describe_run(log, trainer, data, start, name, startup)
+            describe_run(log, trainer, data, start._replace(resume=start.resume and not evaluates), name, startup)
             start = start._replace(reader=None, base_weights=None)  # an index is large, and is not needed any more
             exporter = make_exporter(cfg, log) if rank == 0 else None
             with stop.handling():
                 try:
-                    waited = train(trainer, data, log, stop, start, startup, exporter)
+                    waited = 0.0
+                    if evaluates:
+                        Evaluation(trainer.evaluate, cfg, mesh, data.valid, log, stop).run(start.step)
+                    else:
+                        waited = train(trainer, data, log, stop, start, startup, exporter)
                 except RunError:  # raised between steps: graphs must end before NCCL does
                     trainer.runner.close()
                     raise
@@ -147,8 +167,8 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
 def read_torchrun_env(environ: Mapping[str, str]) -> tuple[int, int, int, int]:
     """Read (rank, world) of all nodes and of this one; without torchrun (0, 1, 0, 1). Raises ValueError."""
     numbers = {}
-    for name, alone in ("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"):
-        if not re.fullmatch("[0-9]{1,9}", text := environ.get(name, alone)):
+    for name, single in ("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"):
+        if not re.fullmatch("[0-9]{1,9}", text := environ.get(name, single)):
             raise ValueError(
                 f"{name}={text[:40]!r} is no number of a rank or of ranks; start ranks with torchrun, or unset {name}"
             )
@@ -290,7 +310,9 @@ def build_data(cfg: Config, start: ResumePoint = ResumePoint(), first_on_node: b
     Safe on all ranks at once, and needs no process group. first_on_node: see build_datasets. Raises ValueError.
     """
     t = cfg.train
-    needed = start.consumed_samples + max(0, t.steps - start.step) * t.global_batch_size
+    skipped, before = cfg.data.skip_samples, trained_of(cfg.data.skip_samples, start.consumed_samples)
+    consumed_in = lambda step: consumed_of(skipped, trained_after(t, max(0, step - start.step), before) - 1) + 1
+    needed = consumed_in(t.steps)
     data = build_datasets(
         cfg.data,
         vocab_size=cfg.model.vocab_size,
@@ -303,7 +325,7 @@ def build_data(cfg: Config, start: ResumePoint = ResumePoint(), first_on_node: b
     )
     check_data(start, data.info)
     if len(data.train) < needed:
-        most = start.step + (len(data.train) - start.consumed_samples) // t.global_batch_size
+        most = bisect_right(range(t.steps), len(data.train), key=consumed_in) - 1
         raise ValueError(
             f"train.steps={t.steps} needs {needed} samples, and the run was laid out for "
             f"{len(data.train)}; use at most {most}, or begin another from its weights (checkpoint.load)"

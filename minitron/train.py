@@ -21,6 +21,7 @@ from minitron.checkpoint.save import Checkpointer, Exporter, Saves
 from minitron.checkpoint.state import State
 from minitron.comm.collectives import all_reduce_
 from minitron.comm.mesh import Mesh
+from minitron.config.batch import batch_size, consumed_of, trained_of
 from minitron.config.schema import Config
 from minitron.config.sizes import stage_layers, stream_length
 from minitron.data.batch import Batch
@@ -112,10 +113,8 @@ class Trainer:
     def describe(self) -> str:
         """Describe the model, the layout and the kernels in one line."""
         m, mesh = self.cfg.model, self.mesh
-        here, trained = (
-            sum(p.numel() for chunk in self.chunks for p in chunk.parameters() if p.requires_grad or every)
-            for every in (True, False)
-        )
+        params = [p for chunk in self.chunks for p in chunk.parameters()]
+        here, trained = sum(p.numel() for p in params), sum(p.numel() for p in params if p.requires_grad)
         frozen = "" if here == trained else f", of which {trained / 1e6:.2f} M are trained"
         return (
             f"{m.family}: {m.num_layers} layers, hidden {m.hidden_size}, "
@@ -133,11 +132,13 @@ def build(
     log: Log | None = None,
     base_fingerprint: str | None = None,
     schedule: MakeSchedule | None = None,
+    frozen: bool = False,
 ) -> Trainer:
     """Make and initialise this rank's part of the model, and all that trains it. Collective over the world.
 
     chosen: the kernels, if they were chosen before. log: for messages about recordings and steps that are run again.
-    base_fingerprint: see Trainer. schedule: makes another schedule than parallel.schedule.
+    base_fingerprint: see Trainer. schedule: makes another schedule than parallel.schedule. frozen: train
+    nothing but adapters, so that weights have neither gradients nor optimizer state.
     """
     m, pp, vp, micro_batch_size = cfg.model, mesh.pp, cfg.parallel.vp, cfg.train.micro_batch_size
     chosen = chosen or kernels.choose(cfg, mesh.device)
@@ -145,8 +146,9 @@ def build(
     mine = range(pp.rank, pp.size * vp, pp.size)
     context = make_layer_context(cfg, mesh, chosen)
     chunks = [GPT(cfg, mesh, context, stages[i], first=i == 0, last=i == len(stages) - 1) for i in mine]
-    if cfg.finetune.kind == "lora":
-        for chunk in chunks:
+    for chunk in chunks:
+        chunk.requires_grad_(not frozen)
+        if cfg.finetune.kind == "lora":
             lora.attach(chunk, cfg)
     initialise(chunks, cfg.train.seed)
     with room_for("the gradients"):
@@ -154,11 +156,10 @@ def build(
         gradients = Gradients(chunks, mesh, chosen, overlap=cfg.parallel.overlap_grads, dtype=dtype)
     with room_for("the optimizer's masters and moments"):
         optimizer = Zero1Optimizer(gradients, cfg.optimizer, chosen)
-    shape = stream_length(cfg), micro_batch_size, m.hidden_size
     executor = Executor(
         chunks,
         mesh,
-        shape,
+        (stream_length(cfg), micro_batch_size, m.hidden_size),
         DTYPES[cfg.precision.dtype],
         begin_backward=gradients.begin_backward,
         begin_pass=context.comm.begin_pass,
@@ -175,16 +176,15 @@ def build(
 
     eager = Eager(executor, scaler.backward_scale, gradients.finish, reset, chosen.counts)
     runner: Eager | Replay = eager
-    records = cfg.train.cuda_graph != "off"
-    reason = why_eager(cfg, mesh.device, chosen.attention.masks_documents) if records else None
-    if records and reason is None:
-        layers = sum(len(stages[i]) for i in mine)
-        runner = Replay(eager, mesh, layers, cfg.train.eval_every > 0, log)
+    why = None
+    if cfg.train.cuda_graph != "off" and (why := why_eager(cfg, mesh.device, chosen.attention.masks_documents)) is None:
+        evaluated = cfg.num_microbatches(mesh.dp.size) if cfg.train.eval_every else 0
+        runner = Replay(eager, mesh, sum(len(stages[i]) for i in mine), evaluated, log)
     rerun = Rerun(runner, gradients, fp8, scaler, log) if cfg.train.rerun == "on" else None
     observed = rerun or runner, scaler, optimizer, chosen.counts, log
     numerics = Numerics(cfg, *observed) if cfg.log.numerics_every else None
     parts = chunks, gradients, optimizer, executor, scaler, fp8, chosen, runner, rerun, numerics
-    return Trainer(cfg, mesh, *parts, base_fingerprint, reason)
+    return Trainer(cfg, mesh, *parts, base_fingerprint, why)
 
 
 def train(
@@ -204,7 +204,8 @@ def train(
     Collective over the world. Raises CheckpointError if the last step could not be saved, ReplicasDiffer if ranks hold
     different copies of a parameter, WrongResult if a rank gets another result when it computes a step again.
     """
-    cfg, t, mesh, consumed = trainer.cfg, trainer.cfg.train, trainer.mesh, start.consumed_samples
+    cfg, t, mesh, skipped = trainer.cfg, trainer.cfg.train, trainer.mesh, trainer.cfg.data.skip_samples
+    trained = trained_of(skipped, start.consumed_samples)
     keep_collector_out()
     loader = Loader(data.train, cfg, mesh)
     replicas = Replicas(trainer.chunks, trainer.gradients, t)
@@ -222,12 +223,12 @@ def train(
     for step in profiled(range(start.step + 1, t.steps + 1), cfg, mesh, log):
         mesh.activity.begin_step(step)
         mesh.activity.begin("data")
-        batches = loader.step(consumed, step)
-        consumed += t.global_batch_size
-        lr = learning_rate(cfg.optimizer, consumed, global_batch_size=t.global_batch_size, total_steps=t.steps)
+        batches = loader.step(trained, step)
+        trained += batch_size(t, trained)
+        lr = learning_rate(cfg.optimizer, t, trained)
         scale = trainer.scaler.scale.double().reshape(1)
         stats = trainer.step(batches, lr)
-        done = StepDone(step, consumed, lr, batches, torch.cat([stats.values, scale]))
+        done = StepDone(step, consumed_of(skipped, trained), lr, batches, torch.cat([stats.values, scale]))
         trainer.executor.wait_last_forward()  # a signal until now makes this step the last one
         for observer in observers:
             observer.after(done)

@@ -303,8 +303,8 @@ def unrecorded(rank):
 def replay():
     build = pretrain.build
 
-    def recorded(*args):
-        return twin.replayed(build(*args), log=args[3])
+    def recorded(*args, **keys):
+        return twin.replayed(build(*args, **keys), log=args[3])
 
     pretrain.build = recorded
 

@@ -123,7 +123,8 @@ class Recorded:
 def replayed(trainer: Trainer, recorder: Callable | None = None, log=None) -> Trainer:
     """The trainer, with a runner that runs its first steps eagerly and replays the others, as on a GPU."""
     layers, recorder = trainer.cfg.model.num_layers, recorder or partial(CpuRecorder, trainer)
-    runner, rerun = Replay(trainer.runner, trainer.mesh, layers, True, log, recorder), trainer.rerun
+    evaluated = trainer.cfg.num_microbatches(trainer.mesh.dp.size)
+    runner, rerun = Replay(trainer.runner, trainer.mesh, layers, evaluated, log, recorder), trainer.rerun
     if rerun is not None:
         rerun = Rerun(runner, trainer.gradients, trainer.fp8, trainer.scaler, log)
     if trainer.numerics is not None:

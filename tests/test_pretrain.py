@@ -229,10 +229,10 @@ def test_out_of_memory_names_the_part(options, part):
     code = (
         "import resource, sys\nfrom minitron import pretrain\n"
         "import minitron.train\nfrom minitron.train import build as build_\n"
-        "def build(*args):\n"
+        "def build(*args, **keys):\n"
         "    here = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
         "    resource.setrlimit(resource.RLIMIT_AS, (here + (200 << 20),) * 2)\n"
-        "    return build_(*args)\n"
+        "    return build_(*args, **keys)\n"
         "pretrain.build = build\npretrain.main(sys.argv[1:])\n"
     )
     done = warm.run("-c", code, *TINY, *options)

@@ -78,7 +78,9 @@ def test_the_keys_are_there_and_take_the_values(readme):
         word
         for text in typed(readme)
         if not text.startswith("error:")
-        for word in re.findall(rf"(?<![\w/.-])(?:{SECTIONS})\.[a-z_]\w*(?:\.\w+)*(?:=(?:\[.*?\]|[^\s,|\"}}]+))?", text)
+        for word in re.findall(
+            rf"(?<![\w/.-])(?:{SECTIONS})\.[a-z_]\w*(?:\.\w+)*(?:=(?:\[\[.*?\]\]|\[.*?\]|[^\s,|\"}}]+))?", text
+        )
         if not word.endswith((".py", ".md", ".jsonl"))
     }
     defaults = cli.to_yaml(cli.load([]))

@@ -12,6 +12,7 @@ import torch
 
 from attention_twin import PACKS, PLAIN_PACKS
 from layouts import GPT3, LLAMA, config, dataset_of, lowered, mesh_of
+from minitron.config.batch import final, trained_after
 from minitron.data.loader import Loader
 from minitron.kernels import attention
 from minitron.pipeline import executor
@@ -57,17 +58,17 @@ def run_steps(cfg, again: bool):
     trainer, figures = build(cfg, mesh_of(cfg), log=(log := Lines())), []
     if again:
         trainer = replayed(trainer)
-    loader, batch = Loader(dataset_of(cfg), cfg, trainer.mesh), cfg.train.global_batch_size
+    loader, others = (Loader(dataset_of(cfg), keys, trainer.mesh) for keys in (cfg, final(cfg)))
     for step in range(cfg.train.steps):
-        batches = loader.step(step * batch, step)
+        batches = loader.step(trained_after(cfg.train, step), step)
         if step >= 2:  # before the one that is recorded and between replays, where it is recorded, too
-            figures.append(trainer.evaluate(batches).tolist())
+            figures.append(trainer.evaluate(others.step(step * cfg.train.global_batch_size, step)).tolist())
         trainer.mesh.activity.begin_step(step)
         stats = trainer.step(batches, cfg.optimizer.lr * (1 + step))
         if trainer.numerics is not None:
             trainer.numerics.after(StepDone(step, 0, 0.0, [], stats.values))
         figures.append(stats.read() | {"loss_scale": float(trainer.scaler.scale)})
-    loader.close()
+    loader.close(), others.close()
     if trainer.numerics is not None:
         trainer.numerics.close()
     figures += log.records
@@ -166,6 +167,15 @@ def test_a_step_in_several_graphs_is_a_step(ranks, world, batch, layout, most_no
     batches = {"train": {"micro_batch_size": 1, "global_batch_size": batch, "steps": 5}}
     cfg = config(GPT3, DROPOUT, {"model": {"num_layers": 4}}, axes(layout), batches)
     assert same(ranks, world, cfg, most_nodes) == [graphs] * world
+
+
+@pytest.mark.parametrize("world, layout", [(1, ""), (2, "pp=2 vp=2")])
+def test_steps_of_another_size_are_recorded_anew(ranks, world, layout):
+    """Steps 1 to 4 have 2 samples, 5 to 8 have 3, or 4: of each two are eager, and two replayed."""
+    size = 4 if world > 1 else 3
+    sizes = {"global_batch_size": size, "batch_schedule": ((0, 2), (8, size)), "steps": 8}
+    cfg = config(GPT3, DROPOUT, {"model": {"num_layers": 4}, "train": sizes}, axes(layout))
+    assert same(ranks, world, cfg, graph.MOST_NODES) == [1 if world > 1 else 3] * world
 
 
 def same(ranks, world, cfg, most_nodes) -> list[int]:

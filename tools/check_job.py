@@ -21,6 +21,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
 from minitron.config import cli, rules
+from minitron.config.batch import consumed_of, trained_after
 from minitron.config.command import Parser, run
 from minitron.config.files import errors_as, lines_of, size_of
 from minitron.config.schema import Config
@@ -108,6 +109,7 @@ def from_manifests(text: str) -> tuple[Config, int]:
 
 def layout(job: Job) -> str:
     rules.check(job.cfg, job.world)
+    rules.check_batch_sizes(job.cfg, job.world)
     return described(job.cfg, job.world)
 
 
@@ -145,7 +147,8 @@ def _indexed(cfg: Config, tokenizer: Tokenizer | None) -> str:
         for part in (TRAIN, VALID) if cfg.train.eval_every else (TRAIN,):
             count_tokens(file, split_part(file, cfg.data.split, part), cfg.train.seq_len)
         total += file.num_bin_bytes // file.dtype.itemsize
-    needed = cfg.train.steps * cfg.train.global_batch_size * cfg.train.seq_len
+    trained = trained_after(cfg.train, cfg.train.steps)
+    needed = consumed_of(cfg.data.skip_samples, trained) * cfg.train.seq_len
     files = f"{len(prefixes)} pair{'s' * (len(prefixes) > 1)} of files"
     return f"{files}, {total:,} tokens, of which the run reads {needed:,}"
 

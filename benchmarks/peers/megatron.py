@@ -94,7 +94,7 @@ def losses(cfg: Config, device: torch.device) -> list[float]:
     for number in range(1, t.steps + 1):
         consumed = number * t.global_batch_size
         batches = loader.step(consumed - t.global_batch_size, number)
-        lr = learning_rate(o, consumed, global_batch_size=t.global_batch_size, total_steps=t.steps)
+        lr = learning_rate(o, t, consumed)
         for group in optimizer.param_groups:
             group["lr"], group["weight_decay"] = lr, o.weight_decay * group["wd_mult"]
         made = run_step(cfg, chunks, optimizer, forward, iter(batches), len(batches))

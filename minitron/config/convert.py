@@ -31,9 +31,10 @@ BOOLEANS = {write(word): value for word, value in yaml.SafeLoader.bool_values.it
 INTEGER = re.compile(r"[+-]?(0|[1-9](_?[0-9])*)")
 NAMES = {int: "an integer", float: "a finite number", str: "text", bool: "true or false", NoneType: "null"}
 NAMES |= {Shares: "a list of numbers"}
-PLURALS = {int: "integers", float: "numbers", str: "texts"}
+PLURALS = {int: "integers", float: "numbers", str: "texts", tuple[int, int]: "pairs of integers"}
 # A value of each type, for errors about keys whose default shows none.
 EXAMPLES = {int: "8", float: "0.5", str: "NAME", tuple[int, ...]: "[8, 8]", tuple[str, ...]: "[NAME]"}
+EXAMPLES |= {tuple[int, int, int]: "[8, 8, 4000]", tuple[tuple[int, int], ...]: "[[0, 16], [32, 64]]"}
 
 
 class BadValue(Exception):

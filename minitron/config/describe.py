@@ -20,8 +20,8 @@ from minitron.config.text import short, shown
 
 DRY_RUN = "--dry-run --world N [--ranks first,middle,last,fullest] [--json]"
 USAGE = (
-    "[CONFIG.yaml or RECIPE ...] [section.key=value ...] [--print-config] [--dry-run --world N] [--recipes] [--schema] "
-    "[--help [SECTION ...]]"
+    "[CONFIG.yaml or RECIPE ...] [section.key=value ...] [--print-config] [--dry-run --world N] [--evaluate] "
+    "[--recipes] [--schema] [--help [SECTION ...]]"
 )
 # Text without quotes may look like a number to JSON: data.paths=[0.7,data/web].
 JSON_TYPES = {int: ["integer"], float: ["number"], str: ["string", "number"], bool: ["boolean"], NoneType: ["null"]}
@@ -54,6 +54,7 @@ def _overview(description: str) -> list[str]:
         "",
         f"{DRY_RUN}: one step of some of N ranks, here, without GPUs: its",
         "memory, its communication, its errors; ranks by number too.",
+        "--evaluate: only the validation loss of the checkpoint, or the weights, that the run would start from.",
         "--recipes: the recipes by name, each with what it trains.",
         "--schema: a JSON schema of a configuration file, from which editors complete and check it.",
         textwrap.fill(f"--help SECTION: its keys alone, of {', '.join(f.name for f in fields(Config))}.", 120),

@@ -17,12 +17,15 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import asdict
+from itertools import chain, pairwise
 from typing import Any
 
-from minitron.config.schema import Config, ModelConfig, keys
+from minitron.config.batch import batch_size, batch_stages, trained_after
+from minitron.config.schema import Config, ModelConfig, TrainConfig, keys
 from minitron.config.sizes import stage_layers
 from minitron.config.text import shown
 
+MAX_INCREMENTS = 10_000  # of a ramp: each step searches them
 MAX_OFFSET = (1 << 31) - 1  # elements of a tensor that a kernel with 32-bit offsets can take
 
 
@@ -34,6 +37,7 @@ def check(cfg: Config, world: int, capability: tuple[int, int] | None = None) ->
     _check_sequence(cfg)
     _check_attention(cfg)
     _check_precision(cfg, capability)
+    _check_batches(cfg.train)
     _check_optimizer(cfg)
     _check_data(cfg)
     _check_finetune(cfg)
@@ -55,11 +59,12 @@ def _check_keys(cfg: Config) -> None:
 
     for key in keys():
         value, within = value_of(key.name), key.field.metadata["within"]
-        for x in value if isinstance(value, tuple) else (value,):
+        values = value if isinstance(value, tuple) else (value,)
+        for x in chain.from_iterable(each if isinstance(each, tuple) else (each,) for each in values):
             if isinstance(x, str):
                 _check_home(f"{key.name}={x}", x)
             elif within is not None and x is not None:
-                what = x if x is value else f"{list(value)}: {x}"
+                what = x if x is value else f"{shown(value)}: {x}"
                 _check_range(f"{key.name}={what}", x, within)
         for other, needed in key.field.metadata["needs"].items():
             given = value_of(other)
@@ -193,6 +198,35 @@ def _check_fp8(cfg: Config, capability: tuple[int, int] | None) -> None:
         raise ValueError(f"model.vocab_size, padded, /tp={columns} {why}; {fix}")
 
 
+def _check_batches(t: TrainConfig) -> None:
+    final = f"train.global_batch_size={t.global_batch_size}"
+    if t.batch_ramp is not None:
+        start, increment, _ = t.batch_ramp
+        rest = t.global_batch_size - start
+        if not (0 < rest <= MAX_INCREMENTS * increment and rest % increment == 0):
+            rule = f"does not reach {final} in 1 to {MAX_INCREMENTS} increments"
+            fix = f"choose an increment that divides {rest}" if rest > 0 else f"start below {t.global_batch_size}"
+            raise ValueError(f"train.batch_ramp={shown(t.batch_ramp)} {rule}; {fix}")
+    if t.batch_schedule:
+        samples, sizes = zip(*t.batch_schedule)
+        fits = samples[0] == 0 and min(sizes) > 0 and all(a < b for a, b in pairwise(samples))
+        if not fits or sizes[-1] != t.global_batch_size:
+            rule = f"must begin at 0 samples, rise in them, and end with the size {final}"
+            raise ValueError(f"train.batch_schedule={shown(t.batch_schedule)} {rule}; correct it or {final}")
+
+
+def check_batch_sizes(cfg: Config, world: int, trained: int = 0) -> None:
+    """Check that the steps after `trained` samples divide among the data ranks. Raises ValueError.
+
+    A run that resumes on more ranks may have passed its smallest steps.
+    """
+    t, dp = cfg.train, cfg.dp(world)
+    name = "train.batch_schedule" if t.batch_ramp is None else "train.batch_ramp"
+    for at in (trained, *(first for first, _ in batch_stages(t) if first > trained)):
+        samples = f"train.micro_batch_size*dp={t.micro_batch_size}*{dp}"
+        _check_multiple(f"{name}: the size", batch_size(t, at), samples, t.micro_batch_size * dp)
+
+
 def _check_optimizer(cfg: Config) -> None:
     o, dtype = cfg.optimizer, cfg.precision.dtype
     for name in ("accumulate_dtype", "reduce_dtype"):
@@ -204,10 +238,13 @@ def _check_optimizer(cfg: Config) -> None:
         raise ValueError(f"{constant} must be below train.steps={steps}; use at most {steps - 1}")
     if o.lr_schedule != "constant" and o.min_lr > o.lr:
         raise ValueError(f"optimizer.min_lr={o.min_lr} exceeds optimizer.lr={o.lr}; use at most {o.lr}")
+    last = cfg.train.steps - o.constant_steps if o.decay_steps is None else o.decay_steps
+    if o.wsd_decay_steps is not None and o.wsd_decay_steps > last:
+        why = f"is longer than the {last} steps to its end; use at most {last}"
+        raise ValueError(f"optimizer.wsd_decay_steps={o.wsd_decay_steps} {why}")
     # Without decay_steps or decay_samples the decay ends with the run, and a short run may end within its warm-up.
-    batch = cfg.train.global_batch_size
-    warmup = o.warmup_steps * batch if o.warmup_samples is None else o.warmup_samples
-    end = o.decay_samples if o.decay_steps is None else o.decay_steps * batch
+    warmup = trained_after(cfg.train, o.warmup_steps) if o.warmup_samples is None else o.warmup_samples
+    end = o.decay_samples if o.decay_steps is None else trained_after(cfg.train, o.decay_steps)
     if end is not None and warmup >= end:
         decay = f"decay_samples={end}" if o.decay_steps is None else f"decay_steps={o.decay_steps}"
         why = f"ends the decay after {end} samples, within the warm-up of {warmup}"
@@ -221,6 +258,10 @@ def _check_data(cfg: Config) -> None:
         raise ValueError(f"data.source={d.source} has nothing to read; set data.paths={what[d.source]}")
     if d.source == "sft" and not d.separate_documents:
         raise ValueError("data.source=sft keeps the documents of a sample apart; set data.separate_documents=true")
+    bounds = list(chain(*d.skip_samples))
+    if bounds != sorted(set(bounds)):
+        why = "must be ranges [first, end] in order, with first < end, that do not touch"
+        raise ValueError(f"data.skip_samples={shown(d.skip_samples)} {why}; use for example [[1000, 1200]]")
 
 
 TARGETS = ("qkv", "q", "k", "v", "o", "gate", "up", "down")

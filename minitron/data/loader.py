@@ -1,7 +1,7 @@
 """From samples to microbatches on the device, and which rank reads which samples.
 
-The order depends only on the number of samples consumed so far. A step takes the next
-global_batch_size samples; of each run of micro_batch_size * dp samples, data-parallel rank r takes the r-th part:
+The order depends only on the number of samples trained so far. A step takes the next samples, as many as
+config/batch.py gives it; of each run of micro_batch_size * dp samples, data-parallel rank r takes the r-th part:
 
     mbs 2, dp 2, 8 samples a step     microbatch 0   rank 0 [0 1]   rank 1 [2 3]
                                       microbatch 1   rank 0 [4 5]   rank 1 [6 7]
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from minitron.comm.mesh import Mesh
+from minitron.config.batch import batch_size, consumed_of
 from minitron.config.schema import Config
 from minitron.data.batch import Batch
 from minitron.data.build import Dataset
@@ -32,34 +33,34 @@ class Loader:
 
     def __init__(self, dataset: Dataset, cfg: Config, mesh: Mesh):
         self.dataset, self.mesh = dataset, mesh
-        self.micro_batch_size, self.global_batch_size = cfg.train.micro_batch_size, cfg.train.global_batch_size
+        self.train, self.skipped = cfg.train, cfg.data.skip_samples
         self.separate = cfg.data.separate_documents
         self.order = local_positions(cfg.train.seq_len, mesh.cp.size, mesh.cp.rank, cfg.parallel.cp_style)
         self.reader = ThreadPoolExecutor(1, thread_name_prefix="loader")
-        self.ahead: dict[int, Future[list[Batch]]] = {}  # consumed -> the samples that follow
+        self.ahead: dict[int, Future[list[Batch]]] = {}  # trained -> the samples that follow
 
-    def step(self, consumed: int, step: int) -> list[Batch]:
-        """Return this rank's microbatches of the step that begins after `consumed` samples."""
-        ahead = self.ahead.get(consumed)
-        host = self._read(consumed) if ahead is None else ahead.result()
+    def step(self, trained: int, step: int) -> list[Batch]:
+        """Return this rank's microbatches of the step that begins after `trained` samples."""
+        ahead = self.ahead.get(trained)
+        host = self._read(trained) if ahead is None else ahead.result()
         for batch in host:
             assert isinstance(batch.step, Tensor)
             batch.step.fill_(step)
         moved = [batch.to(self.mesh.device) for batch in host]  # before a reader competes for the interpreter
-        after = consumed + self.global_batch_size
-        more = after + self.global_batch_size <= len(self.dataset)
+        after = trained + batch_size(self.train, trained)
+        more = consumed_of(self.skipped, after + batch_size(self.train, after) - 1) < len(self.dataset)
         self.ahead = {after: self.reader.submit(self._read, after)} if more else {}
         return moved
 
     def close(self) -> None:
         self.reader.shutdown(wait=True, cancel_futures=True)
 
-    def _read(self, consumed: int) -> list[Batch]:
-        dp, size = self.mesh.dp, self.micro_batch_size
-        starts = range(consumed + dp.rank * size, consumed + self.global_batch_size, size * dp.size)
-        return [self._microbatch(range(start, start + size)) for start in starts]
+    def _read(self, trained: int) -> list[Batch]:
+        dp, size = self.mesh.dp, self.train.micro_batch_size
+        starts = range(trained + dp.rank * size, trained + batch_size(self.train, trained), size * dp.size)
+        return [self._microbatch([consumed_of(self.skipped, start + i) for i in range(size)]) for start in starts]
 
-    def _microbatch(self, indices: range) -> Batch:
+    def _microbatch(self, indices: list[int]) -> Batch:
         drawn = [self.dataset[i] for i in indices]
         tokens = np.stack([sample.tokens for sample in drawn], 1)  # [s + 1, b]
         masks = [np.ones(len(tokens) - 1, np.float32) if x.mask is None else x.mask for x in drawn]

@@ -1,4 +1,4 @@
-"""The learning rate as a function of the samples consumed: linear warm-up, then cosine, linear or constant.
+"""The learning rate as a function of the samples trained: linear warm-up, then cosine, linear, constant or WSD.
 
         lr  |      /`-.
             |    /     `.                      warm-up from 0 to lr, decay to min_lr, then min_lr for ever;
@@ -6,44 +6,47 @@
             |/______________________ samples
              0   warmup   decay   end
 
-Everything is counted in samples, as in Megatron-LM: a limit given in steps is worth `global_batch_size` samples a step.
-So limits in steps and in samples can be combined, and a function of one number resumes without any state. With a
-warm-up of 216,320 samples to 1e-4, the rate at 960 samples is 960 / 216320 * 1e-4 = 4.438e-7.
+        lr  |      /---------.                 WSD, warm-up, stable, decay: in the last part lr falls with the square
+     min_lr |    /            `-.____          root of what is done of it, the best shape in Haegele et al. 2024.
+            |  /                               A run that stops while lr is stable can be resumed with more steps:
+            |/______________________ samples   its rates were those of the longer run
 
-Which samples count for a step? The rate of step n is that of the samples consumed *including* step n, and this is what
+Everything is counted in samples, as in Megatron-LM: a limit given in steps is worth the samples of these steps
+(config/batch.py). So limits in steps and in samples can be combined, and a function of one number resumes without any
+state. With a warm-up of 216,320 samples to 1e-4, the rate at 960 samples is 960 / 216320 * 1e-4 = 4.438e-7.
+
+Which samples count for a step? The rate of step n is that of the samples trained *including* step n, and this is what
 the log line shows beside them. Megatron-LM prints the same number but uses it one step later (its first step has rate
 0). A step that was skipped for a gradient that is not finite advances the schedule like any other: only the device
 knows that it was skipped, and nothing is read back.
 
-Left out: a decay of the weight decay, inverse-square-root and warm-up-stable-decay schedules.
+Left out: a decay of the weight decay, inverse-square-root schedules, other shapes of the decay of WSD.
 """
 
 from __future__ import annotations
 
 import math
 
-from minitron.config.schema import OptimizerConfig
+from minitron.config.batch import trained_after
+from minitron.config.schema import OptimizerConfig, TrainConfig
 
 
-def learning_rate(cfg: OptimizerConfig, consumed_samples: int, *, global_batch_size: int, total_steps: int) -> float:
-    """Return the rate of the step after which `consumed_samples` are consumed.
+def learning_rate(o: OptimizerConfig, t: TrainConfig, trained: int) -> float:
+    """Return the rate of the step after which `trained` samples are trained."""
+    last = t.steps - o.constant_steps if o.decay_steps is None else o.decay_steps
+    end = trained_after(t, last) if o.decay_samples is None else o.decay_samples
+    warmup = trained_after(t, o.warmup_steps) if o.warmup_samples is None else o.warmup_samples
+    start: float = warmup
+    if o.lr_schedule == "wsd":
+        decay = (1 - o.wsd_decay_share) * end
+        start = max(warmup, decay if o.wsd_decay_steps is None else trained_after(t, last - o.wsd_decay_steps))
 
-    total_steps: of the run; the decay's length follows from it where cfg gives none.
-    """
-    warmup = cfg.warmup_samples if cfg.warmup_samples is not None else cfg.warmup_steps * global_batch_size
-    if cfg.decay_samples is not None:
-        decay = cfg.decay_samples
-    elif cfg.decay_steps is not None:
-        decay = cfg.decay_steps * global_batch_size
-    else:
-        decay = (total_steps - cfg.constant_steps) * global_batch_size
-
-    if consumed_samples <= warmup:
-        return cfg.lr * consumed_samples / warmup if warmup else cfg.lr
-    if cfg.lr_schedule == "constant":
-        return cfg.lr
-    if consumed_samples >= decay:
-        return cfg.min_lr
-    done = (consumed_samples - warmup) / (decay - warmup)
-    share = 1 - done if cfg.lr_schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-    return cfg.min_lr + share * (cfg.lr - cfg.min_lr)
+    if trained <= warmup:
+        return o.lr * trained / warmup if warmup else o.lr
+    if o.lr_schedule == "constant" or (trained <= start and trained < end):
+        return o.lr
+    if trained >= end:
+        return o.min_lr
+    done = (trained - start) / (end - start)
+    share = {"linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done)), "wsd": 1 - math.sqrt(done)}
+    return o.min_lr + share[o.lr_schedule] * (o.lr - o.min_lr)

@@ -17,8 +17,11 @@ parameters are launched outside; the graph waits for them by events that are dec
                    last      also sums the gradients over data ranks
     pp > 1     microbatches overlap: one graph, or several of at most about MOST_NODES kernels
 
-All graphs of a run share their memory, since one runs after the other. Evaluations are recorded, too, or they would
-need memory of their own. So are steps that count what FP8's casts lose: they have a second recording, and the first one
+A recording holds for one number of microbatches. If a schedule of the batch size changes it, the graphs are dropped,
+and steps of the new size begin eagerly, too. So the memory of one recording is enough.
+
+All graphs share their memory, since one runs after the other. Evaluations are recorded, too, or they would need memory
+of their own. So are steps that count what FP8's casts lose: they have a second recording, and the first one
 has no kernel more. Left out: the update, which is few launches.
 """
 
@@ -232,8 +235,8 @@ class Eager:
 class Replay:
     """Replays the passes of steps and evaluations, after WARM_UP eager steps. Collective over the world.
 
-    eager: runs what is not recorded. layers: blocks on this rank. evaluates: whether the run evaluates; the pass of an
-    evaluation is then recorded with the step. log: None writes nothing.
+    eager: runs what is not recorded. layers: blocks on this rank. evaluates: microbatches of an evaluation, whose pass
+    is recorded with the step; 0: the run does not evaluate. log: None writes nothing.
 
     training, counting, evaluation: the recordings, if they could be made: of a step, of one that counts FP8's casts,
     and of an evaluation. nodes, capture_seconds: of the recorded step.
@@ -242,7 +245,7 @@ class Replay:
     eager: Eager
     mesh: Mesh
     layers: int
-    evaluates: bool
+    evaluates: int
     log: Log | None = None
     recorder: Callable[[], CudaRecorder] = CudaRecorder
     training: Recording | None = field(default=None, init=False)
@@ -250,7 +253,8 @@ class Replay:
     evaluation: Recording | None = field(default=None, init=False)
     nodes: int = field(default=0, init=False)
     capture_seconds: float = field(default=0.0, init=False)
-    _calls: int = field(default=0, init=False)
+    _calls: int = field(default=0, init=False)  # of as many microbatches as the last one
+    _microbatches: int = field(default=0, init=False)
 
     @property
     def replaying(self) -> bool:
@@ -259,6 +263,9 @@ class Replay:
 
     def forward_backward(self, batches: Sequence[StaticBatch]) -> tuple[Tensor, bool]:
         """Do the same as Eager. A replay overwrites the loss sum of the one before."""
+        if self._microbatches != len(batches):
+            self.close()
+            self._microbatches, self._calls = len(batches), 0
         self._calls += 1
         if self._calls == WARM_UP + 1:
             self._record_all(batches)
@@ -286,17 +293,18 @@ class Replay:
     def _record_all(self, batches: Sequence[StaticBatch]) -> None:
         """Record a step, an evaluation if the run evaluates, and a step that counts casts if some steps do."""
         counts, due = self.eager.counts, self.eager.counts.on
-        record = partial(self._record, self.recorder(), batches)
+        record = partial(self._record, self.recorder())
         if self.evaluates:
             self.eager.evaluate(batches)  # compiles kernels that steps do not use
         if counts.layers:
             counts.count(True)
             self.eager.forward_backward(batches)  # the same
-        self.training = self._on_all("steps", partial(record, STEP))
+        self.training = self._on_all("steps", partial(record, STEP, batches))
         if self.evaluates and self.replaying:
-            self.evaluation = self._on_all("evaluations", partial(record, EVALUATION))
+            evaluated = [batches[0]] * self.evaluates
+            self.evaluation = self._on_all("evaluations", partial(record, EVALUATION, evaluated))
         if counts.layers and self.replaying:
-            self.counting = self._on_all("steps that count casts", partial(record, COUNTING_STEP))
+            self.counting = self._on_all("steps that count casts", partial(record, COUNTING_STEP, batches))
         counts.count(due)
 
     def _on_all(self, what: str, record: Callable[[], Recording]) -> Recording | None:
@@ -321,7 +329,7 @@ class Replay:
             self._say(text)
         return None
 
-    def _record(self, recorder: CudaRecorder, batches: Sequence[StaticBatch], what: str) -> Recording:
+    def _record(self, recorder: CudaRecorder, what: str, batches: Sequence[StaticBatch]) -> Recording:
         begun, m, executor, training = time.perf_counter(), len(batches), self.eager.executor, what != EVALUATION
         self.eager.counts.count(what == COUNTING_STEP)
         recorder.used()  # waits for the device, which may still use what a reset drops

@@ -105,12 +105,16 @@ class Log(AbstractContextManager):
             self._since_line = []
 
     def evaluation(self, step: int, loss: float, seconds: float = 0.0) -> None:
-        """Record and print the mean loss on the validation data after `step`. seconds: of the evaluation."""
+        """Record and print the mean loss on the validation data after `step`. seconds: of the evaluation.
+
+        NeMo's line is a bar of steps. Without one, in an evaluation alone, the line is Megatron's.
+        """
         self._val_loss = loss
         self.record("eval", step=step, loss=loss, seconds=seconds)
         perplexity = math.exp(min(20.0, loss))  # as Megatron bounds it
         line = f" validation loss at iteration {step} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
-        self.info(self._format(self._line()) if self.cfg.log.format == "nemo" else line, self.world - 1)
+        in_bar = self.cfg.log.format == "nemo" and self._recent
+        self.info(self._format(self._line()) if in_bar else line, self.world - 1)
 
     def record(self, kind: str, **values) -> None:
         """Write a row to metrics.jsonl, whole or not at all; those of steps, evaluations and numerics also to sinks.
@@ -131,9 +135,9 @@ class Log(AbstractContextManager):
         """Print the mean of the last steps, as NVIDIA's fine-tuning recipes do: the first steps are slower."""
         iterations, t = list(self._recent), self.cfg.train
         if iterations:
-            seconds, (_, mfu) = sum(it.seconds for it in iterations) / len(iterations), self._rates(iterations)
-            tokens = f"{t.global_batch_size * t.seq_len / seconds:.0f}"
-            mean = f"mean of the last {len(iterations)} steps: train_step_timing in s: {seconds:.4f}"
+            seconds, (_, mfu) = sum(it.seconds for it in iterations), self._rates(iterations)
+            tokens = f"{sum(it.batch_size for it in iterations) * t.seq_len / seconds:.0f}"
+            mean = f"mean of the last {len(iterations)} steps: train_step_timing in s: {seconds / len(iterations):.4f}"
             share = "" if mfu is None else f", MFU (full): {100 * mfu:.2f}%"
             self.info(f"{mean}, tokens per second: {tokens}{share}")
 
@@ -194,20 +198,22 @@ class Log(AbstractContextManager):
     def _line(self) -> Line:
         iterations = tuple(self._since_line) or (self._recent[-1],)  # an evaluation comes after the line of its step
         t, (rates, mfu), done = self.cfg.train, self._rates(iterations), (datetime.now(), self._steps, self._seconds)
-        return Line(iterations, t.steps, t.global_batch_size, rates, *done, mfu, self._val_loss, t.seq_len)
+        return Line(iterations, t.steps, rates, *done, mfu, self._val_loss, t.seq_len)
 
     def _rates(self, iterations: Sequence[Iteration]) -> tuple[dict[str, float], float | None]:
         """Compute the mean TFLOP/s per GPU of some steps, by each of the three ways to count, and the MFU."""
         t, m, frozen = self.cfg.train, self.cfg.model, self.cfg.finetune.kind == "lora"
-        tokens = t.global_batch_size * t.seq_len
-        squares = [tokens * t.seq_len if it.squared_lengths is None else it.squared_lengths for it in iterations]
-        sizes = [(tokens - it.padding, square) for it, square in zip(iterations, squares)]
+        sizes = []
+        for it in iterations:
+            tokens = it.batch_size * t.seq_len
+            squares = tokens * t.seq_len if it.squared_lengths is None else it.squared_lengths
+            sizes.append((tokens - it.padding, squares))
         sequence = flops.hardware(m, t.seq_len, recompute=t.recompute != "none", frozen=frozen)
         share = flops.FROZEN if frozen else 1.0
         operations = {
             "full": share * sum(flops.full(m, *size) for size in sizes),
             "causal": share * sum(flops.causal(m, *size) for size in sizes),
-            "hardware": len(iterations) * t.global_batch_size * sequence,
+            "hardware": sum(it.batch_size for it in iterations) * sequence,
         }
         seconds = sum(it.seconds for it in iterations)
         rates = {name: flops.tflops_per_gpu(count, seconds, self.world) for name, count in operations.items()}
@@ -222,14 +228,15 @@ class Log(AbstractContextManager):
             "step",
             step=it.step,
             consumed_samples=it.consumed_samples,
+            batch_size=it.batch_size,
             loss=it.loss,
             grad_norm=it.grad_norm,
             learning_rate=it.lr,
             loss_scale=it.loss_scale,
             step_seconds=it.seconds,
             stall_seconds=it.stall_seconds,
-            samples_per_second=t.global_batch_size / it.seconds,
-            tokens_per_second=t.global_batch_size * t.seq_len / it.seconds,
+            samples_per_second=it.batch_size / it.seconds,
+            tokens_per_second=it.batch_size * t.seq_len / it.seconds,
             tflops=rates,
             mfu=mfu,
             memory_gib=it.memory_gib,

@@ -16,7 +16,7 @@ Figures that a step does not have are left out, as in those systems: a skipped s
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 
 from tqdm import tqdm
@@ -28,11 +28,11 @@ NEMO_BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{re
 class Iteration:
     """The figures of one optimizer step, of the whole world.
 
-    step: 1 for the first; consumed_samples: this step's included. loss: mean over the counted tokens; grad_norm: before
-    clipping; skipped: nothing was updated; nan: the loss is not finite. squared_lengths: sum over the documents of the
-    global batch without padding, if they are kept apart (None: every sample is one document). padding: positions that
-    only fill a sample. memory_gib: the GPU's peak. allocated_gib: what stays allocated between steps. stall_seconds: of
-    the step's time, how long it waited for a save.
+    step: 1 for the first; consumed_samples: this step's included. batch_size: samples of this step. loss: mean over the
+    counted tokens; grad_norm: before clipping; skipped: nothing was updated; nan: the loss is not finite.
+    squared_lengths: sum over the documents of the global batch without padding, if they are kept apart (None: every
+    sample is one document). padding: positions that only fill a sample. memory_gib: the GPU's peak. allocated_gib: what
+    stays allocated between steps. stall_seconds: of the step's time, how long it waited for a save.
     """
 
     step: int
@@ -49,6 +49,7 @@ class Iteration:
     memory_gib: float | None = None
     allocated_gib: float | None = None
     stall_seconds: float = 0.0
+    batch_size: int = field(kw_only=True)
 
     @property
     def advanced(self) -> bool:
@@ -59,14 +60,12 @@ class Iteration:
 class Line:
     """The figures of an iteration line. iterations: the steps since the line before.
 
-    steps: of the whole run, of which this process has done `done` in `elapsed` seconds. batch: samples per step.
-    tflops: per GPU, for each way to count (full, causal, hardware). mfu: a fraction. val_loss: of the last evaluation.
-    seq_len: tokens per sample.
+    steps: of the whole run, of which this process has done `done` in `elapsed` seconds. tflops: per GPU, for each way
+    to count (full, causal, hardware). mfu: a fraction. val_loss: of the last evaluation. seq_len: tokens per sample.
     """
 
     iterations: tuple[Iteration, ...]
     steps: int
-    batch: int
     tflops: dict[str, float]
     now: datetime
     done: int
@@ -78,6 +77,10 @@ class Line:
     @property
     def last(self) -> Iteration:
         return self.iterations[-1]
+
+    @property
+    def samples_per_second(self) -> float:
+        return sum(it.batch_size for it in self.iterations) / sum(it.seconds for it in self.iterations)
 
     @property
     def seconds(self) -> float:
@@ -97,7 +100,7 @@ def megatron(line: Line) -> str:
         f"elapsed time per iteration (s): {line.seconds:.4f}",
         f"learning rate: {line.last.lr:.3E}",
         *_common(line),
-        f"samples per second: {line.batch / line.seconds:.3f}",
+        f"samples per second: {line.samples_per_second:.3f}",
         f"TFLOPs: {line.tflops['hardware']:.2f}",
         *_added(line),
     )
@@ -134,7 +137,7 @@ def nemo_pipe(line: Line) -> str:
     last = line.last
     figures = {
         "lr": last.lr,
-        "global_batch_size": line.batch,
+        "global_batch_size": last.batch_size,
         "global_step": last.step - 1,
         "peak_memory_usage": _bytes(last.memory_gib),
         "memory_allocated": _bytes(last.allocated_gib),
@@ -156,7 +159,7 @@ def short(line: Line) -> str:
         f"step {step:{len(str(line.steps))}d}/{line.steps}",
         None if line.loss is None else f"loss {line.loss:#7.5g}",
         f"skipped {skipped}" if skipped else None,
-        f"{tqdm.format_sizeof(line.batch * line.seq_len / line.seconds):>5} tokens/s",
+        f"{tqdm.format_sizeof(line.samples_per_second * line.seq_len):>5} tokens/s",
         None if line.mfu is None else f"MFU {100 * line.mfu:.1f}%",
         None if line.last.memory_gib is None else f"{line.last.memory_gib:.1f} GiB",
         f"{left / 86400:.1f}d left" if left > 86400 else f"{tqdm.format_interval(left)} left",
@@ -212,7 +215,7 @@ def _progress(line: Line) -> str:
 
 def _common(line: Line) -> list[str | None]:
     return [
-        f"global batch size: {line.batch:5d}",
+        f"global batch size: {line.last.batch_size:5d}",
         None if line.loss is None else f"lm loss: {line.loss:.6E}",
         f"loss scale: {line.last.loss_scale:.1f}",
         f"grad norm: {line.last.grad_norm:.3f}" if line.last.advanced else None,

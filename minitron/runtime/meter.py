@@ -53,6 +53,7 @@ class Meter(Observer):
         self.mesh.activity.begin("figures")
         values = done.figures
         known: dict[str, Any] = {"step": done.step, "consumed_samples": done.consumed_samples, "lr": done.lr}
+        known["batch_size"] = sum(len(batch.samples) for batch in done.batches) * self.mesh.dp.size
         extra = torch.zeros(4, dtype=values.dtype, device=values.device)
         if done.batches[0].documents is None:
             known["squared_lengths"] = None

@@ -720,7 +720,11 @@ EXPORTED_GPT += ["checkpoint.export=hf", "checkpoint.dir=x"]
         (
             ["optimizer.lr_schedule=constant", "optimizer.constant_steps=9"],
             1,
-            ["optimizer.constant_steps=9 does not go with optimizer.lr_schedule=constant", "set", "cosine or linear"],
+            [
+                "optimizer.constant_steps=9 does not go with optimizer.lr_schedule=constant",
+                "set",
+                "cosine, linear or wsd",
+            ],
         ),
         (["lora.targets=[q,v]"], 1, ["lora.targets=[q, v] does not go with finetune.kind=null", "finetune.kind=lora"]),
         (["finetune.base=x"], 1, ["does not go with finetune.kind=null; drop it, or set finetune.kind=sft or lora"]),
@@ -746,6 +750,32 @@ EXPORTED_GPT += ["checkpoint.export=hf", "checkpoint.dir=x"]
             ["profile.ranks=[0, 2] must name ranks of the world of 2", "use 0 to 1"],
         ),
         (["profile.kind=nsys", "profile.ranks=[]"], 1, ["profile.ranks=[] must name ranks"]),
+        (["train.batch_ramp=[4,5,100]"], 1, ["train.batch_ramp=[4, 5, 100]", "=16", "an increment that divides 12"]),
+        (["train.batch_ramp=[16,4,100]"], 1, ["train.batch_ramp=[16, 4, 100]", "start below 16"]),
+        (["train.batch_ramp=[4,4,0]"], 1, ["train.batch_ramp=[4, 4, 0]: 0 lies outside"]),
+        (
+            ["train.batch_ramp=[4,4,9]", "train.batch_schedule=[[0,16]]"],
+            1,
+            ["train.batch_ramp=[4, 4, 9] does not go with train.batch_schedule=[[0, 16]]; drop it"],
+        ),
+        (["train.batch_schedule=[[1,16]]"], 1, ["train.batch_schedule=[[1, 16]] must begin at 0"]),
+        (["train.batch_schedule=[[0,8],[9,4],[9,16]]"], 1, ["train.batch_schedule=", "rise"]),
+        (["train.batch_schedule=[[0,8],[9,12]]"], 1, ["must begin at 0", "train.global_batch_size=16"]),
+        (["train.batch_schedule=[[0,0],[9,16]]"], 1, ["must begin at 0"]),
+        (["optimizer.wsd_decay_share=0.2"], 1, ["does not go with optimizer.lr_schedule=cosine", "=wsd"]),
+        (
+            ["optimizer.lr_schedule=wsd", "optimizer.wsd_decay_steps=9", "optimizer.wsd_decay_share=0.2"],
+            1,
+            ["optimizer.wsd_decay_share=0.2 does not go with optimizer.wsd_decay_steps=9"],
+        ),
+        (
+            ["optimizer.lr_schedule=wsd", "optimizer.wsd_decay_steps=301"],
+            1,
+            ["optimizer.wsd_decay_steps=301 is longer than the 300 steps", "use at most 300"],
+        ),
+        (["data.skip_samples=[[5,5]]"], 1, ["data.skip_samples=[[5, 5]] must be ranges"]),
+        (["data.skip_samples=[[5,9],[7,12]]"], 1, ["data.skip_samples=[[5, 9], [7, 12]] must be ranges"]),
+        (["data.skip_samples=[[-1,9]]"], 1, ["data.skip_samples=[[-1, 9]]: -1 lies outside"]),
     ],
 )
 def test_broken_rule(argv, world, parts):

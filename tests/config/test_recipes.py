@@ -188,8 +188,8 @@ def test_jube_recipes_log_what_the_benchmark_does(name):
     cfg = cli.load([recipe(name)])
     world, batch = JOBS[name][0], cfg.train.global_batch_size
     for samples, seconds, rate, tflops in JUBE_LOGS[name]:
-        assert f"{learning_rate(cfg.optimizer, samples, global_batch_size=batch, total_steps=50):.3E}" == rate
-        it = Iteration(samples // batch, samples, 1.0, 1.0, 1.0, 1.0, seconds)
+        assert f"{learning_rate(cfg.optimizer, cfg.train, samples):.3E}" == rate
+        it = Iteration(samples // batch, samples, 1.0, 1.0, 1.0, 1.0, seconds, batch_size=batch)
         with redirect_stdout(StringIO()) as out, Log(cfg, world - 1, world) as log:
             log.iteration(it)
         assert float(out.getvalue().split("TFLOPs: ")[1].split()[0]) == pytest.approx(tflops, abs=0.0101)
@@ -199,7 +199,7 @@ def test_jube_recipes_log_what_the_benchmark_does(name):
 def test_nemo_s_learning_rate_is_that_of_its_document(name):
     """Of the dllogger record of step 47."""
     cfg = cli.load([recipe(name), "train.global_batch_size=2048"])
-    rate = learning_rate(cfg.optimizer, 47 * 2048, global_batch_size=2048, total_steps=cfg.train.steps)
+    rate = learning_rate(cfg.optimizer, cfg.train, 47 * 2048)
     assert rate == pytest.approx(0.000036782606912311167, rel=1e-6)
 
 

@@ -1,14 +1,25 @@
-"""Samples and packing beside those of other projects: Megatron-core's GPT dataset and TRL's packing."""
+"""Samples, packing and schedules beside those of other projects.
+
+Megatron-core's GPT dataset, its ramp of the batch size and its rates, TRL's packing, transformers' rates. In one file,
+since these packages take seconds to import.
+"""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from minitron.config.batch import batch_size
+from minitron.config.schema import OptimizerConfig, TrainConfig
 from minitron.data.cache import Cache
 from minitron.data.gpt import GPTDataset
 from minitron.data.indexed import IndexedDataset, IndexedWriter
 from minitron.data.packing import pack
+from minitron.optim.lr import learning_rate
 
 
 @pytest.fixture(scope="module")
@@ -63,3 +74,53 @@ def test_packed_sequences_are_as_many_and_as_full_as_trl_s(capacity, documents):
     for count, pattern in pack(np.bincount(lengths), capacity):
         ours[sum(pattern)] += count
     assert ours == theirs
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 30), st.integers(1, 5000))
+def test_a_ramp_of_the_batch_size_is_megatron_core_s(start, increment, increments, samples):
+    calculators = pytest.importorskip("megatron.core.num_microbatches_calculator")
+    size = start + increment * increments
+    t = TrainConfig(global_batch_size=size, batch_ramp=(start, increment, samples))
+    theirs = calculators.RampupBatchsizeNumMicroBatchesCalculator(size, 1, 1, False, 1, start, increment, samples)
+    trained = 0
+    for _ in range(60):
+        theirs.update(trained, consistency_check=True)
+        # Theirs divides in floating point, which may round down where an increment begins.
+        if trained > samples or trained * increments % samples:
+            assert batch_size(t, trained) == theirs.get_current_global_batch_size()
+        trained += batch_size(t, trained)
+    assert batch_size(t, samples) == size and batch_size(t, samples - 1) < size
+
+
+@pytest.mark.parametrize("decay", [{"wsd_decay_steps": 9}, {"wsd_decay_share": 0.25}], ids=str)
+@pytest.mark.parametrize("warmup", [0, 7])
+def test_wsd_is_that_of_megatron_core_and_of_transformers(warmup, decay):
+    """36 steps and 4 more. Megatron-core counts samples, as we do. transformers' warm-up begins at min_lr."""
+    cfg = OptimizerConfig(lr=2e-3, min_lr=1e-4, lr_schedule="wsd", warmup_steps=warmup, constant_steps=4, **decay)
+    sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=cfg.lr)
+    of_transformers = pytest.importorskip("transformers").get_wsd_schedule(
+        sgd, warmup, 9, 36, decay_type="1-sqrt", min_lr_ratio=cfg.min_lr / cfg.lr
+    )
+    of_megatron = pytest.importorskip("megatron.core.optimizer_param_scheduler").OptimizerParamScheduler(
+        SimpleNamespace(param_groups=[]),
+        init_lr=0.0,
+        max_lr=cfg.lr,
+        min_lr=cfg.min_lr,
+        lr_warmup_steps=warmup * 8,
+        lr_decay_steps=36 * 8,
+        lr_decay_style="WSD",
+        start_wd=0.0,
+        end_wd=0.0,
+        wd_incr_steps=1,
+        wd_incr_style="constant",
+        wsd_decay_steps=9 * 8,
+        lr_wsd_decay_style="minus_sqrt",
+    )
+    for step in range(1, 41):
+        sgd.step()
+        of_transformers.step()
+        of_megatron.num_steps = step * 8
+        actual = learning_rate(cfg, TrainConfig(global_batch_size=8, steps=40), step * 8)
+        assert actual == pytest.approx(of_megatron.get_lr({}), rel=1e-9), step
+        if step >= warmup:
+            assert actual == pytest.approx(of_transformers.get_last_lr()[0], rel=1e-9), step

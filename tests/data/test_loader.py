@@ -36,6 +36,18 @@ def test_a_step_reads_each_of_its_samples_once_in_megatrons_order(world, micro):
             assert [rank[i] for rank in drawn] == expected
 
 
+def test_the_samples_of_the_next_step_are_read_ahead():
+    """Of steps of 2, 2, 4, 6 and 8 samples, without the samples 5 to 8; none if the data end before."""
+    change = {"train": {"batch_ramp": (2, 2, 12)}, "data": {"skip_samples": ((5, 9),)}}
+    (loader,), data = loaders(1, change)
+    ends = [2, 4, 8, 14, 22, 30]
+    for begin, end in pairwise([0, *ends[:-1]]):
+        drawn = [int(i) for batch in loader.step(begin, 0) for i in batch.samples]
+        assert drawn == [i if i < 5 else i + 4 for i in range(begin, end)]
+        assert list(loader.ahead) == ([end] if end + 8 + 4 <= len(data) else [])
+    loader.close()
+
+
 @pytest.mark.parametrize("style", ["ring", "allgather", "ulysses"])
 def test_context_ranks_share_out_the_sequence(style):
     ranks, data = loaders(4, {"data": {"separate_documents": True}}, cp=4, cp_style=style)

@@ -707,7 +707,7 @@ def test_a_job_of_fine_tuning_that_was_stopped_goes_back_to_the_queue(tmp_path):
     with stop.log as log:
         log.record("run", first_step=1, started=time.time())
         for step in range(1, 6):
-            log.iteration(Iteration(step, step, loss=1.0, grad_norm=1.0, lr=0.1, loss_scale=1.0, seconds=0.1))
+            log.iteration(Iteration(step, step, 1.0, 1.0, lr=0.1, loss_scale=1.0, seconds=0.1, batch_size=1))
         stop.report(5, saved=True)
         log.summary()
         pretrain.end_of_run(log, 0.0)

@@ -16,7 +16,7 @@ from test_grads import LAYOUTS, SAMPLES, SPECS, Toy, cut, twin_gradients
 from layouts import assemble
 from minitron.checkpoint.state import State
 from minitron.comm.mesh import Mesh
-from minitron.config.schema import OptimizerConfig, PrecisionConfig
+from minitron.config.schema import OptimizerConfig, PrecisionConfig, TrainConfig
 from minitron.kernels.kernels import PLAIN
 from minitron.optim.lr import learning_rate
 from minitron.optim.scaler import LossScaler
@@ -231,13 +231,13 @@ def test_the_rates_of_the_jube_job():
     published = [(960, "4.438E-07"), (1920, "8.876E-07"), (2880, "1.331E-06"), (3840, "1.775E-06"), (4800, "2.219E-06")]
     cfg = OptimizerConfig(lr=1e-4, warmup_samples=216_320)
     for consumed, text in published:
-        assert f"{learning_rate(cfg, consumed, global_batch_size=96, total_steps=3_125_000):.3E}" == text
+        assert f"{learning_rate(cfg, TrainConfig(global_batch_size=96, steps=3_125_000), consumed):.3E}" == text
 
 
 def test_the_rate_of_the_gke_job():
     # Its published DLLogger record: step 47, warm-up 115 steps to 9e-5, a float32
     cfg = OptimizerConfig(lr=9e-5, min_lr=9e-6, warmup_steps=115, constant_steps=12_500)
-    actual = learning_rate(cfg, 47 * 2048, global_batch_size=2048, total_steps=600_000)
+    actual = learning_rate(cfg, TrainConfig(global_batch_size=2048, steps=600_000), 47 * 2048)
     assert actual == pytest.approx(0.000036782606912311167, rel=2**-24)
 
 
@@ -261,14 +261,27 @@ def test_the_schedule_equals_torchs(schedule, warmup):
             expected = twin.get_last_lr()[0]
         else:
             expected = cfg.min_lr
-        actual = learning_rate(cfg, step * 8, global_batch_size=8, total_steps=30)
+        actual = learning_rate(cfg, TrainConfig(global_batch_size=8, steps=30), step * 8)
         assert actual == pytest.approx(expected, rel=1e-9), step  # torch multiplies up its cosine step by step
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_limits_in_steps_are_those_of_a_ramp():
+    """2 steps of 2 samples and 1 of 4 warm up, 4 of 8 decay; with the limits in samples the rates are the same."""
+    t = TrainConfig(global_batch_size=8, batch_ramp=(2, 2, 12), steps=12)
+    common = dict(lr=1.0, min_lr=0.1, lr_schedule="wsd", wsd_decay_steps=4)
+    in_steps = OptimizerConfig(warmup_steps=3, **common)
+    ends = [2, 4, 8, 14, *range(22, 22 + 8 * 8, 8)]
+    for step, trained in enumerate(ends, 1):
+        expected = 1.0 if trained > 8 else trained / 8
+        if step > 8:
+            expected = 0.1 + 0.9 * (1 - math.sqrt((trained - ends[7]) / (ends[-1] - ends[7])))
+        assert learning_rate(in_steps, t, trained) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
 def test_a_run_that_ends_within_its_warm_up_never_decays(schedule):
     cfg = OptimizerConfig(lr=1.0, min_lr=0.1, lr_schedule=schedule, warmup_steps=20)
-    rates = [learning_rate(cfg, step * 8, global_batch_size=8, total_steps=10) for step in range(1, 11)]
+    rates = [learning_rate(cfg, TrainConfig(global_batch_size=8, steps=10), step * 8) for step in range(1, 11)]
     assert rates == pytest.approx([step / 20 for step in range(1, 11)])
 
 
@@ -278,14 +291,10 @@ def test_limits_in_samples_equal_limits_in_steps_and_the_decay_never_rises(step,
     common = dict(lr_schedule=schedule, lr=1.0, min_lr=0.1)
     in_steps = OptimizerConfig(warmup_steps=warmup, decay_steps=warmup + length, **common)
     in_samples = OptimizerConfig(warmup_samples=warmup * 16, decay_samples=(warmup + length) * 16, **common)
-    rates = [
-        learning_rate(cfg, n * 16, global_batch_size=16, total_steps=0)
-        for n in (step, step + 1)
-        for cfg in (in_steps, in_samples)
-    ]
+    rates = [learning_rate(cfg, TrainConfig(), n * 16) for n in (step, step + 1) for cfg in (in_steps, in_samples)]
     assert rates[0] == rates[1] and rates[2] == rates[3]
     assert 0 <= rates[0] <= 1 and (step < warmup) == (rates[2] > rates[0])
-    assert learning_rate(in_steps, (warmup + length) * 16, global_batch_size=16, total_steps=0) == 0.1
+    assert learning_rate(in_steps, TrainConfig(), (warmup + length) * 16) == 0.1
 
 
 # ---- loss scale -----------------------------------------------------------------------------------------------------

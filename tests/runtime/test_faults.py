@@ -722,7 +722,8 @@ def test_a_rank_killed_before_the_first_collective_ends_the_other_with_one_line(
 
 def iteration(step, skipped, loss_scale=1.0):
     norm = math.nan if skipped else 1.0
-    return Iteration(step, step, loss=1.0, grad_norm=norm, lr=0.1, loss_scale=loss_scale, seconds=1.0, skipped=skipped)
+    figures = dict(loss=1.0, grad_norm=norm, lr=0.1, loss_scale=loss_scale, seconds=1.0, skipped=skipped)
+    return Iteration(step, step, batch_size=1, **figures)
 
 
 def test_only_skips_in_a_row_end_a_run():

@@ -50,16 +50,23 @@ GPT_175B = [
     "train.recompute=full",
 ]
 STEP = Iteration(
-    step=10, consumed_samples=960, loss=10.10967, grad_norm=178.553, lr=4.438e-7, loss_scale=4096.0, seconds=7.2310
+    step=10,
+    consumed_samples=960,
+    batch_size=96,
+    loss=10.10967,
+    grad_norm=178.553,
+    lr=4.438e-7,
+    loss_scale=4096.0,
+    seconds=7.2310,
 )
 
 
 def lines(argv: list[str], iterations: list[Iteration], rank: int = 383, world: int = 384, **kwargs) -> list[str]:
     """What `rank` prints."""
     out = io.StringIO()
-    with redirect_stdout(out), Log(cli.load(argv), rank, world, **kwargs) as log:
+    with redirect_stdout(out), Log(cfg := cli.load(argv), rank, world, **kwargs) as log:
         for it in iterations:
-            log.iteration(it)
+            log.iteration(replace(it, batch_size=cfg.train.global_batch_size))
     return out.getvalue().splitlines()
 
 
@@ -158,8 +165,8 @@ PIPE = (
 
 
 def line_of(step: int, steps: int, seconds: float, elapsed: float, **known) -> Line:
-    it = replace(STEP, step=step, consumed_samples=128 * step, seconds=seconds, **known)
-    return Line((it,), steps, 128, {}, datetime.now(), done=step, elapsed=elapsed)
+    it = replace(STEP, step=step, consumed_samples=128 * step, batch_size=128, seconds=seconds, **known)
+    return Line((it,), steps, {}, datetime.now(), done=step, elapsed=elapsed)
 
 
 def test_nemo_s_lines_are_the_published_ones():
@@ -232,7 +239,14 @@ def test_mfu_of_packed_lora():
     out, argv = io.StringIO(), ["finetune.kind=lora", "train.seq_len=64"]
     cfg = cli.load(argv)
     its = [
-        replace(STEP, step=i, seconds=9.0 if i < 4 else 0.5 + i / 100, squared_lengths=16 * 2 * 30**2, padding=16 * 4.0)
+        replace(
+            STEP,
+            step=i,
+            batch_size=16,
+            seconds=9.0 if i < 4 else 0.5 + i / 100,
+            squared_lengths=16 * 2 * 30**2,
+            padding=64,
+        )
         for i in range(24)
     ]
     with redirect_stdout(out), Log(cfg, 0, 1, device_name="NVIDIA H200") as log:
@@ -313,7 +327,7 @@ def test_files(tmp_path, capsys):
         with Log(cfg, rank, 2, device_name="NVIDIA H200") as log:
             log.record("run", world=log.world, unigram_entropy=6.5)
             for it in its:
-                log.iteration(it)
+                log.iteration(replace(it, batch_size=16))
             log.evaluation(2, 3.5, 0.25)
             log.info("100 % done")
     assert cli.load([str(folder / "config.yaml")]) == cfg
@@ -333,6 +347,7 @@ def test_files(tmp_path, capsys):
         "kind": "step",
         "step": 1,
         "consumed_samples": 960,
+        "batch_size": 16,
         "loss": 4.0,
         "grad_norm": 178.553,
         "learning_rate": 4.438e-7,

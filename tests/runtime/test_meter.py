@@ -37,7 +37,7 @@ def step_of_a_rank(**shape):
     log, received = SimpleNamespace(iteration=logged.append), []
     meter = Meter(log, mesh, lambda: (0, 0), list, [SimpleNamespace(on_figures=received.append)])
     squares, padding = [(4**2 + 12**2, 0), (7**2 + 3**2, 6)][mesh.dp.rank]
-    batch = SimpleNamespace(documents=(), squared_lengths=squares, padding=padding)
+    batch = SimpleNamespace(samples=range(3), documents=(), squared_lengths=squares, padding=padding)
     meter.after(StepDone(5, 10, 0.25, [batch], torch.tensor([3.0, 2.0, 0.0, 1.0, 8.0], dtype=torch.float64)))
     assert received == logged
     return logged
@@ -47,6 +47,7 @@ def step_of_a_rank(**shape):
 def test_a_step_s_figures_are_the_worlds(ranks, shape):
     """Sums over data ranks, of which each counts once however many ranks read its samples; the others as they came."""
     for (it,) in ranks(4, step_of_a_rank, **shape):
+        assert it.batch_size == 2 * 3
         assert (it.loss, it.grad_norm, it.skipped, it.nan, it.loss_scale) == (3.0, 2.0, 0.0, 1.0, 8.0)
         assert (it.step, it.consumed_samples, it.lr) == (5, 10, 0.25) and it.seconds >= 0
         assert it.squared_lengths == 4**2 + 12**2 + 7**2 + 3**2 and it.padding == 6

@@ -21,7 +21,15 @@ from minitron.runtime.log import Log
 from minitron.runtime.log_formats import Iteration
 
 STEP = Iteration(
-    step=1, consumed_samples=16, loss=5.0, grad_norm=1.5, lr=1e-3, loss_scale=1.0, seconds=0.5, memory_gib=1.0
+    step=1,
+    consumed_samples=16,
+    batch_size=16,
+    loss=5.0,
+    grad_norm=1.5,
+    lr=1e-3,
+    loss_scale=1.0,
+    seconds=0.5,
+    memory_gib=1.0,
 )
 TINY = (
     "model.num_layers=1 model.hidden_size=32 model.ffn_hidden_size=32 model.num_heads=2 model.num_kv_heads=2 "

@@ -270,8 +270,8 @@ def test_what_others_write_is_read(tmp_path, name):
 def test_what_we_print_is_read(tmp_path, form, kind, counts_from):
     text = ""
     for step in range(1, 21):
-        it = log_formats.Iteration(step, 8 * step, 5.0, 1.0, 1e-4, 1.0, seconds=step / 8, memory_gib=70.0)
-        text += form(log_formats.Line((it,), 20, 8, {"hardware": 1.0, "causal": 1.0}, datetime.now(), step, 2.0)) + "\n"
+        it = log_formats.Iteration(step, 8 * step, 5.0, 1.0, 1e-4, 1.0, seconds=step / 8, memory_gib=70.0, batch_size=8)
+        text += form(log_formats.Line((it,), 20, {"hardware": 1.0, "causal": 1.0}, datetime.now(), step, 2.0)) + "\n"
     (tmp_path / "log").write_text(text)
     found, steps = tool.read_steps(tmp_path / "log")
     assert found == kind and list(steps) == list(range(counts_from, 20 + counts_from))

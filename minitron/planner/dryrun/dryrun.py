@@ -33,8 +33,9 @@ import torch.distributed as dist
 from minitron.comm.activity import Activity
 from minitron.comm.mesh import Axis, Mesh
 from minitron.config import cli, rules
+from minitron.config.batch import batch_size, final
 from minitron.config.command import Parser, positive
-from minitron.config.schema import Config
+from minitron.config.schema import Config, changed
 from minitron.config.sizes import PERSISTENT
 from minitron.data.build import build_datasets
 from minitron.data.loader import Loader
@@ -219,7 +220,7 @@ def run_step(trainer: Trainer, read: int | None = None) -> None:
     samples = t.global_batch_size if read is None else read * t.micro_batch_size * dp
     sizes = dict(vocab_size=cfg.model.vocab_size, seq_len=t.seq_len, train_samples=samples, valid_samples=0)
     data = build_datasets(replace(cfg.data, source="mock"), **sizes, seed=t.seed)
-    loader = Loader(data.train, replace(cfg, train=replace(t, global_batch_size=samples)), trainer.mesh)
+    loader = Loader(data.train, changed(final(cfg), train=dict(global_batch_size=samples)), trainer.mesh)
     batches = loader.step(0, 1)
     for _ in range(cfg.num_microbatches(dp) - len(batches)):
         batches.append(replace(batches[0], packed=batches[0].packed.clone()))
@@ -270,6 +271,7 @@ def command(cfg: Config, options: argparse.Namespace) -> None:
     """Print the reports that the options of `split` select. Raises ValueError."""
     world, pp = options.world, cfg.parallel.pp
     rules.check(cfg, world)
+    rules.check_batch_sizes(cfg, world)
     fullest, _ = Memory(cfg, world, gpus_per_node=1).peak()
     ranks = choose_ranks(options.ranks, pp, world, fullest)
     warn_of_bubble(cfg, world)
@@ -336,7 +338,9 @@ def table(cfg: Config, world: int, reports: list[Report], fullest: int) -> Itera
     p, dp = cfg.parallel, cfg.dp(world)
     layout = f"tp {p.tp} pp {p.pp} vp {p.vp} cp {p.cp} dp {dp}"
     count = cfg.num_microbatches(dp)
-    yield f"one step on {world} ranks: {layout}, {count} microbatches of {cfg.train.micro_batch_size}"
+    t, first = cfg.train, batch_size(cfg.train, 0)
+    smaller = "" if first == t.global_batch_size else f" (the first steps have {first // (t.micro_batch_size * dp)})"
+    yield f"one step on {world} ranks: {layout}, {count} microbatches of {t.micro_batch_size}{smaller}"
 
     def row(name: str, cells: Iterable[str]) -> str:
         return f"{name:<24}" + "".join(f"{cell:>30}" for cell in cells)
