@@ -12,6 +12,7 @@ import argparse
 import os
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -163,7 +164,7 @@ def _sft(cfg: Config, tokenizer: Tokenizer | None) -> str:
                 first = next((line for line in lines_of(file, path) if line.strip()), b"")
         if tokenizer is not None:
             with errors_as(ValueError, lambda error: f"{path}: its first line {error}", ValueError):
-                encode_line(first, tokenizer)
+                encode_line(first, tokenizer, cfg.data.special_tokens_in_text, Counter())
     return f"{len(files)} file{'s' * (len(files) != 1)} of questions and answers" if files else "docstrings of Python's"
 
 

@@ -1,12 +1,13 @@
 """Generate text from a prompt with a trained model.
 
     python tools/generate.py runs/base --prompt "Explain shutil.move(src, dst):" "Explain heapq.heappush(heap, item):"
-    python tools/generate.py Llama-3-8B-Instruct --tokenizer llama3:Llama-3-8B-Instruct/original/tokenizer.model \\
-        --chat --prompt "Why is the sky blue?" --temperature 0.7 --top-p 0.9
+    python tools/generate.py Qwen3-8B --tokenizer hf:Qwen3-8B --chat --system "Answer in one sentence." \\
+        --prompt "Why is the sky blue?" --temperature 0.7 --top-p 0.9
 
 The model is a checkpoint of minitron, saved in any layout, or a Hugging Face folder; it runs in one process, on a GPU
 if there is one.  Without a temperature the likeliest token is taken (greedy); with one, tokens are drawn from the
-fewest whose probabilities sum to top-p (Holtzman et al. 2020).  It ends with a document or an answer.
+fewest whose probabilities sum to top-p (Holtzman et al. 2020).  It ends with a document or an answer.  A chat is by the
+tokenizer's own template, or Llama 3's if it has none; only the answer is printed.
 
 Only attention reads earlier tokens, and only their keys and values, which later tokens do not change.  So they are
 cached, and each step computes one token instead of all of them:
@@ -36,11 +37,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an 
 from minitron.checkpoint.load import check_tensors
 from minitron.comm.mesh import Mesh
 from minitron.config.command import Parser, run
+from minitron.config.files import errors_as
 from minitron.config.schema import Config, DataConfig, PrecisionConfig, changed
 from minitron.data.batch import Batch
 from minitron.data.cache import Cache
+from minitron.data.chat import encode_templated
 from minitron.data.corpus import build_corpus
-from minitron.data.sft import encode_chat, encode_prompt
+from minitron.data.sft import encode_prompt, encode_question
 from minitron.data.tokenizers import Tokenizer
 from minitron.interop import hf
 from minitron.interop.tokenizers import load_tokenizer
@@ -55,7 +58,8 @@ def main(argv: list[str]) -> None:
     add = parser.add_argument
     add("model", help="a checkpoint, a directory of checkpoints (then its newest), or a Hugging Face folder")
     add("--prompt", nargs="+", required=True, metavar="TEXT", help="one or several, each answered by itself")
-    add("--chat", action="store_true", help="the prompt is what the user says, in Llama 3's template")
+    add("--chat", action="store_true", help="the prompt is what the user says; print the answer alone")
+    add("--system", metavar="TEXT", help="with --chat: what the system says first")
     add("--max-tokens", type=int, default=64, metavar="N", help="longest answer (%(default)s)")
     add("--temperature", type=float, default=0.0, metavar="T", help="0: the likeliest token (%(default)s)")
     add("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest of this sum (%(default)s)")
@@ -76,12 +80,16 @@ def main(argv: list[str]) -> None:
                 f"--{name}={value} is out of range; --max-tokens is at least 1, --temperature at least 0, "
                 "--top-p above 0 and at most 1"
             )
+    if o.system is not None and not o.chat:
+        raise ValueError("--system has no effect without --chat; add it, or write the text into the prompt")
     device = torch.device("cuda" if torch.cuda.is_available() and not o.cpu else "cpu")
     model, tokenizer, cfg = load_model(o.model, device, o.dtype, o.tokenizer, o.cache_dir, o.base)
-    stop = {tokenizer.eod, tokenizer.special.get("<|eot_id|>")}
+    stop = {tokenizer.eod, tokenizer.special.get("<|eot_id|>")} | (end_of_answers(tokenizer) if o.chat else set())
+    first = [] if o.system is None else [{"role": "system", "content": o.system}]
     for text in o.prompt:
-        turns = [{"role": "user", "content": text}, {"role": "assistant", "content": ""}]
-        prompt = encode_chat(turns, tokenizer)[0] if o.chat else encode_prompt(text, tokenizer)
+        asked = [*first, {"role": "user", "content": text}]
+        with errors_as(ValueError, lambda error: f"--prompt={text[:40]!r} {error}", ValueError):
+            prompt = encode_question(asked, tokenizer) if o.chat else encode_prompt(text, tokenizer)
         if not prompt or len(prompt) + o.max_tokens > cfg.model.max_positions:
             raise ValueError(
                 f"a prompt of {len(prompt)} tokens and --max-tokens={o.max_tokens} do not fit into "
@@ -96,7 +104,17 @@ def main(argv: list[str]) -> None:
         )
         answer = list(generate(model, prompt, o.max_tokens, stop, draw))
         # a SentencePiece model drops the space before the first token it decodes
-        print(text + tokenizer.decode(prompt + answer)[len(tokenizer.decode(prompt)) :] + "\n", flush=True)
+        answered = tokenizer.decode(prompt + answer)[len(tokenizer.decode(prompt)) :]
+        print(("" if o.chat else text) + answered + "\n", flush=True)
+
+
+def end_of_answers(tokenizer: Tokenizer) -> set[int | None]:
+    """Find the special token with which the tokenizer's chat template ends an answer, as <|im_end|>."""
+    if tokenizer.chat is None:
+        return set()
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    [tokens] = encode_templated({"messages": turns, "add_generation_prompt": False}, tokenizer)
+    return set([i for i in tokens if i in tokenizer.special.values()][-1:])
 
 
 # ---- generation -----------------------------------------------------------------------------------------------------

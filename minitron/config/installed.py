@@ -30,6 +30,7 @@ COMMANDS = {
     "minitron-train-tokenizer": "tools/train_tokenizer.py",
     "minitron-preprocess": "tools/preprocess_data.py",
     "minitron-check-data": "tools/check_data.py",
+    "minitron-preview-chat": "tools/preview_chat.py",
     "minitron-convert": "tools/convert_hf.py",
     "minitron-convert-megatron": "tools/convert_megatron.py",
     "minitron-inspect": "tools/inspect_checkpoint.py",

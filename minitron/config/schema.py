@@ -242,6 +242,9 @@ class DataConfig:
     )
     split: Shares = key("969,30,1", "shares of documents to train, validate, test on; sft with valid_paths: not read")
     tokenizer: str = key("corpus", "corpus, bytes, gpt2:DIR, llama3:FILE, llama2:FILE or hf:DIR")
+    special_tokens_in_text: bool = key(
+        False, "sft: what looks like a special token in a text is one; else it is text", needs={"data.source": ("sft",)}
+    )
     separate_documents: bool = key(False, "no attention across documents, positions restart in each")
     skip_samples: tuple[tuple[int, int], ...] = key(
         (), "[[first, end], ...]: consumed samples to leave out, as where the loss has spiked", NOT_NEGATIVE

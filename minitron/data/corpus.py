@@ -70,7 +70,7 @@ class CorpusTokenizer(SentencePieceTokenizer):
     three bytes.
     """
 
-    def encode(self, text: str) -> list[int]:
+    def _encode(self, text: str) -> list[int]:
         mark = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
         first, *others = [self._model.encode(piece) for piece in text.split(SPACE_MARK)]
         return first + [i for ids in others for i in mark + ids]

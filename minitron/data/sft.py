@@ -1,6 +1,7 @@
 """Fine-tuning data: JSONL of questions and answers, packed so that only answers count, without attention across them.
 
-A line of a file is a document, in one of two forms, of which the second takes Llama 3's template:
+A line of a file is a document, in one of two forms. The second takes the tokenizer's own chat template (chat.py), with
+roles, `tools` and `chat_template_kwargs` as transformers has them; or Llama 3's, if the tokenizer has no template:
 
     {"prompt": "Capital of France?", "completion": " Paris"}
         context   bos Capital of France?                                    bos: Llama's; other tokenizers have none
@@ -19,12 +20,15 @@ loss weight 0.
 A document that is too long is cut at its end, and reported. A prompt that is too long by itself is an error, as is any
 other defect of a line. The error names the file and the line.
 
-Left out: tools and other roles, templates of other models, weights of files.
+A special token in the text of a line counts as text, and is reported; `data.special_tokens_in_text` changes that.
+
+Left out: weights of files.
 """
 
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +37,7 @@ import numpy as np
 
 from minitron.config.files import errors_as, lines_of, parse_json, size_of
 from minitron.data.cache import Cache, fingerprint_of, load_arrays, reading, save_arrays
+from minitron.data.chat import ROLES, encode_templated, mark_special
 from minitron.data.gpt import Sample
 from minitron.data.indexed import IndexedDataset, IndexedWriter, best_dtype
 from minitron.data.packing import Packing
@@ -46,11 +51,14 @@ class TokenizedFiles:
     """The tokenized lines of `paths`, in their order; `len()` counts them.
 
     fingerprint: 16 hex digits, the same wherever the files lie.  lengths: int64 [documents], in tokens.
+    special: a special token in a text is one. with_special: the number of lines with one in a text.
     Raises ValueError, naming file and line, for a line without a question and an answer.
     """
 
-    def __init__(self, paths: Sequence[str | os.PathLike[str]], tokenizer: Tokenizer, cache: Cache):
-        self.paths, self.eod = [os.path.expanduser(path) for path in paths], tokenizer.eod
+    def __init__(
+        self, paths: Sequence[str | os.PathLike[str]], tokenizer: Tokenizer, cache: Cache, special: bool = False
+    ):
+        self.paths, self.eod, self.special = [os.path.expanduser(path) for path in paths], tokenizer.eod, special
         self.prefix = ", ".join(self.paths)
         # Beside the fingerprint, which names what makes ids of a text: prompts begin with this token.
         hashed = [f"{FORMAT} {tokenizer.fingerprint} {tokenizer.bos}".encode()]
@@ -60,11 +68,14 @@ class TokenizedFiles:
                 size_of(path)
                 with open(path, "rb") as file:
                     hashed.append(hashlib.file_digest(file, "sha256").digest())
-        self.fingerprint = fingerprint_of(*hashed)
-        folder = cache.build_once(f"sft-{self.fingerprint}", lambda partial: _tokenize(partial, self.paths, tokenizer))
+        template = None if tokenizer.chat is None else tokenizer.chat.fingerprint
+        key = fingerprint_of(*hashed, f"chats by {template}, {special=}".encode())
+        folder = cache.build_once(f"sft-{key}", lambda partial: _tokenize(partial, self.paths, tokenizer, special))
         with reading(folder):
             self._file = IndexedDataset(folder / "documents")
-        (self._lines,) = load_arrays(folder, "lines")
+        self._lines, (templated, self.with_special) = load_arrays(folder, "lines", "counts")
+        # What had no effect is left out, so that older checkpoints know their data.
+        self.fingerprint = key if templated or special else fingerprint_of(*hashed)
         self._parts = self._file.document_indices
         self.lengths = np.add.reduceat(self._file.lengths, self._parts[:-1], dtype=np.int64)
 
@@ -105,6 +116,9 @@ class SFTDataset:
         cut = f" ({self.cut:,} cut at the end)" if self.cut else ""
         samples = f"{self.packing.num_sequences:,} samples of train.seq_len={seq_len}, {self.fill:.2%} full"
         self.note = f"sft: an epoch is {len(part):,} documents{cut} in {samples}"
+        if documents.with_special and not documents.special:
+            found = f"{documents.with_special:,} of {documents.prefix} have special tokens in their text"
+            self.note += f"; {found}, which are read as text: data.special_tokens_in_text=true reads them as tokens"
         self.fingerprint = f"{documents.fingerprint} {part.start}-{part.stop} seq_len {seq_len} seed {seed}"
 
     def __len__(self) -> int:
@@ -124,25 +138,26 @@ class SFTDataset:
 # ---- from a line to tokens ------------------------------------------------------------------------------------------
 
 
-def encode_prompt(prompt: str, tokenizer: Tokenizer) -> list[int]:
+def encode_prompt(prompt: str, tokenizer: Tokenizer, special: bool = False) -> list[int]:
     """Encode what a completion follows, in training as in generation."""
-    return ([] if tokenizer.bos is None else [tokenizer.bos]) + tokenizer.encode(prompt)
+    return ([] if tokenizer.bos is None else [tokenizer.bos]) + tokenizer.encode(prompt, special)
 
 
-def encode_chat(messages: Sequence[dict[str, Any]], tokenizer: Tokenizer) -> list[list[int]]:
-    """Encode messages to context and answer in turn, one answer for each message of the assistant.
+def encode_chat(messages: Sequence[dict[str, Any]], tokenizer: Tokenizer, special: bool = False) -> list[list[int]]:
+    """Encode messages by Llama 3's template to context and answer in turn, one answer for each of the assistant.
 
     Raises ValueError for a tokenizer without Llama 3's special tokens.
     """
     if not tokenizer.special.keys() >= set(HEADER):
-        fix = "set data.tokenizer=llama3:FILE, or write prompt and completion"
-        raise ValueError(f"chat messages need the special tokens of Llama 3; {fix}")
+        fix = "name a tokenizer that has these (hf:DIR, llama3:FILE), or write prompt and completion"
+        raise ValueError(f"chat messages need the special tokens of Llama 3 or a chat_template; {fix}")
     begin, end, eot = (tokenizer.special[name] for name in HEADER)
-    parts: list[list[Any]] = []
-    context = [tokenizer.bos]
+    parts: list[list[int]] = []
+    bos = tokenizer.special.get("<|begin_of_text|>") if tokenizer.bos is None else tokenizer.bos
+    context = [] if bos is None else [bos]
     for message in messages:
         context += [begin, *tokenizer.encode(message["role"]), end, *tokenizer.encode("\n\n")]
-        content = [*tokenizer.encode(message["content"].strip()), eot]
+        content = [*tokenizer.encode(message["content"].strip(), special), eot]
         if message["role"] == "assistant":
             parts += [context, content]
             context = []
@@ -151,8 +166,19 @@ def encode_chat(messages: Sequence[dict[str, Any]], tokenizer: Tokenizer) -> lis
     return parts
 
 
-def encode_line(line: bytes, tokenizer: Tokenizer) -> list[list[int]]:
-    """Encode the document of a line: context and answer in turn.  Raises ValueError with what is wrong and the fix."""
+def encode_question(messages: Sequence[dict[str, Any]], tokenizer: Tokenizer) -> list[int]:
+    """Encode messages that an answer is to follow, with the beginning of the answer."""
+    if tokenizer.chat is None:
+        return encode_chat([*messages, {"role": "assistant", "content": ""}], tokenizer)[0]
+    chat = {"messages": mark_special(messages, tokenizer), "add_generation_prompt": True}
+    return encode_templated(chat, tokenizer)[0]
+
+
+def encode_line(line: bytes, tokenizer: Tokenizer, special: bool, counts: Counter[str]) -> list[list[int]]:
+    """Encode the document of a line: context and answer in turn.  Raises ValueError with what is wrong and the fix.
+
+    counts: adds a line to `templated` if it takes the tokenizer's template, to `special` if a text has a special token.
+    """
     try:
         row = parse_json(line.rstrip())
     except ValueError as error:
@@ -166,8 +192,7 @@ def encode_line(line: bytes, tokenizer: Tokenizer) -> list[list[int]]:
             json.dumps(row, ensure_ascii=False).encode()
     keys = {"prompt", "completion", "messages"} & (row.keys() if isinstance(row, dict) else set())
     if keys == {"messages"}:
-        _check_messages(row["messages"])
-        return encode_chat(row["messages"], tokenizer)
+        return _encode_messages(row, tokenizer, special, counts)
     if keys != {"prompt", "completion"}:
         found = ", ".join(sorted(keys)) or "none"
         fix = "give prompt and completion, or messages"
@@ -177,28 +202,57 @@ def encode_line(line: bytes, tokenizer: Tokenizer) -> list[list[int]]:
             raise ValueError(f"has a {key} that is no text; put it into quotes")
     if not row["completion"].strip():
         raise ValueError("has an empty completion; fill it in, or drop the line")
-    return [encode_prompt(row["prompt"], tokenizer), [*tokenizer.encode(row["completion"]), tokenizer.eod]]
+    texts = [row["prompt"], row["completion"]]
+    counts["special"] += mark_special(texts, tokenizer) != texts
+    answer = [*tokenizer.encode(row["completion"], special), tokenizer.eod]
+    return [encode_prompt(row["prompt"], tokenizer, special), answer]
 
 
-def _check_messages(messages: object) -> None:
-    """Check for an optional system message, then user and assistant in turn, the assistant last and with text."""
+def _encode_messages(row: dict[str, Any], tokenizer: Tokenizer, special: bool, counts: Counter[str]) -> list[list[int]]:
+    """Encode a chat by the tokenizer's template, or by Llama 3's."""
+    _check_messages(row["messages"], tokenizer.chat is not None)
+    chat = {key: row[key] for key in ("messages", "tools", "chat_template_kwargs") if row.get(key) is not None}
+    if isinstance(tools := chat.get("tools", []), str):  # as tables have it
+        chat["tools"] = tools = parse_json(tools)
+    if not isinstance(tools, list):
+        raise ValueError("has tools that are no list; write the list of their JSON schemas")
+    marked = mark_special(chat, tokenizer)
+    counts["special"] += marked != chat
+    if tokenizer.chat is None:
+        return encode_chat(row["messages"], tokenizer, special)
+    counts["templated"] += 1
+    return encode_templated(chat if special else marked, tokenizer)
+
+
+def _check_messages(messages: object, by_template: bool) -> None:
+    """Check for an optional system message, then user and assistant in turn, the assistant last and with text.
+
+    by_template: a template checks the order of its roles, and the assistant may have tool_calls in place of a text.
+    """
 
     def is_message(m: object) -> bool:
-        return isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+        if not isinstance(m, dict) or not isinstance(m.get("role"), str):
+            return False
+        content = m.get("content")
+        return isinstance(content, str) or by_template and content is None and bool(m.get("tool_calls"))
 
     if not (isinstance(messages, list) and messages and all(map(is_message, messages))):
         raise ValueError("has messages that are no list of objects with the texts role and content; write them so")
     roles = [message["role"] for message in messages]
     turns = roles[1:] if roles[0] == "system" else roles
-    if not turns or turns != ["user", "assistant"] * (len(turns) // 2):
+    if by_template and (unknown := set(roles) - set(ROLES)):
+        raise ValueError(f"has the role {min(unknown)}; use {', '.join(ROLES)}")
+    if not by_template and (not turns or turns != ["user", "assistant"] * (len(turns) // 2)):
         raise ValueError(f"has the roles {', '.join(roles)}; begin with system or not, then user and assistant in turn")
-    if not all(m["content"].strip() for m in messages if m["role"] == "assistant"):
+    if not all(m["content"].strip() for m in messages if m["role"] == "assistant" and not m.get("tool_calls")):
         raise ValueError("has an empty answer of the assistant; fill it in, or drop the line")
 
 
-def _tokenize(folder: Path, paths: list[str], tokenizer: Tokenizer) -> None:
-    """Write documents.bin/.idx and lines.npy, int64 [documents, 2]: number of the file, number of the line."""
-    lines = []
+def _tokenize(folder: Path, paths: list[str], tokenizer: Tokenizer, special: bool) -> None:
+    """Write documents.bin/.idx, lines.npy, int64 [documents, 2]: number of the file, number of the line, and
+    counts.npy, int64 [2]: of lines that took a template, and of lines with a special token in a text.
+    """
+    lines, counts = [], Counter[str]()
     with IndexedWriter(folder / "documents", best_dtype(tokenizer.vocab_size)) as writer:
         for number, path in enumerate(paths):
             with open(path, "rb") as file:
@@ -206,9 +260,11 @@ def _tokenize(folder: Path, paths: list[str], tokenizer: Tokenizer) -> None:
                     if not text.strip():
                         continue
                     with errors_as(ValueError, lambda error: f"{path}: line {line} {error}", ValueError):
-                        parts = encode_line(text, tokenizer)
+                        parts = encode_line(text, tokenizer, special, counts)
                     writer.add_document([np.array(part, np.int64) for part in parts])
                     lines.append((number, line))
+    if tokenizer.chat is not None:
+        tokenizer.chat.close()
     if not lines:
         raise ValueError(f"data.paths: there is no line in {', '.join(paths)}; give prompt and completion, or messages")
-    save_arrays(folder, lines=np.array(lines))
+    save_arrays(folder, lines=np.array(lines), counts=np.array([counts["templated"], counts["special"]]))

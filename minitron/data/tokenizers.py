@@ -1,35 +1,49 @@
 """Text to token ids and back: the interface of a tokenizer, and the two tokenizers that need no published file.
 
 Tokenizers of published models are in interop/tokenizers.py. A command opens one and passes it to data code.
-`encode` treats its input as plain text: "<|endoftext|>" in a document is thirteen characters, never the special token.
-It adds no token: code that separates documents appends `eod`. `fingerprint` names a tokenizer by its content, so a
-dataset can record which one made it, wherever the files are.
+`encode` treats its input as plain text: "<|endoftext|>" in a document is thirteen characters, never the special token,
+unless `special` is set. It adds no token: code that separates documents appends `eod`. `fingerprint` names a tokenizer
+by its content, so a dataset can record which one made it, wherever the files are.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import sentencepiece
 
 from minitron.data.cache import Cache, fingerprint_of
+
+Spans = list[tuple[int, int]]  # of a text: first character, and the one after the last
+
+
+class Chat(Protocol):
+    """A tokenizer's chat template: minitron/interop/chat_template.py. fingerprint: 16 hex digits."""
+
+    fingerprint: str
+
+    def encode(self, chat: Mapping[str, Any]) -> tuple[str, Spans, list[int], Spans]: ...
+
+    def close(self) -> None: ...
 
 
 class Tokenizer(Protocol):
     """What data code needs of a tokenizer.
 
     eod: the id that ends a document. bos: the id that begins one, None if it was trained without. special: the ids of
-    its special tokens. fingerprint: 16 hex digits.
+    its special tokens. chat: its template, None if it has none. fingerprint: 16 hex digits.
     """
 
     vocab_size: int
     eod: int
     bos: int | None
     special: Mapping[str, int]
+    chat: Chat | None
     fingerprint: str
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, special: bool = False) -> list[int]: ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -43,9 +57,10 @@ class ByteTokenizer:
 
     vocab_size, eod, bos = 257, 256, None
     special: Mapping[str, int] = {}
+    chat: Chat | None = None
     fingerprint = fingerprint_of(b"bytes")
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, special: bool = False) -> list[int]:
         return list(text.encode())
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -54,6 +69,8 @@ class ByteTokenizer:
 
 class SentencePieceTokenizer:
     """A SentencePiece model, given as its file's bytes; the end of document is </s>. space_first: before every text."""
+
+    chat: Chat | None = None
 
     def __init__(self, model: bytes, name: str):
         try:
@@ -71,7 +88,12 @@ class SentencePieceTokenizer:
         self.special: Mapping[str, int] = {self._model.id_to_piece(i): i for i in (self.bos, self.eod) if i is not None}
         self.fingerprint = fingerprint_of(model)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        pieces = re.split(f"({'|'.join(map(re.escape, self.special))})", text) if special else [text]
+        known = self.special if special else {}
+        return [i for piece in pieces for i in ([known[piece]] if piece in known else self._encode(piece))]
+
+    def _encode(self, text: str) -> list[int]:
         return self._model.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:

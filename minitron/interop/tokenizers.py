@@ -18,7 +18,7 @@ The first four kinds read the published files with tiktoken and sentencepiece. `
 Face's own library, the extra `data`, so its ids are those of transformers (but for special tokens: text, as above). A
 damaged or hostile tokenizer.json can abort that library, or let it take all memory: another process tries it first.
 
-Left out: downloads, a beginning-of-text token in pretraining data; chats (data/sft.py).
+Left out: downloads, a beginning-of-text token in pretraining data; chats (data/chat.py, chat_template.py).
 """
 
 import base64
@@ -42,6 +42,7 @@ from minitron.config.files import errors_as, parse_json, read_bytes
 from minitron.config.installed import pip_install
 from minitron.data.cache import Cache
 from minitron.data.tokenizers import ByteTokenizer, SentencePieceTokenizer, Tokenizer
+from minitron.interop.chat_template import ChatTemplate, find_templates
 
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3_SPLIT = (
@@ -84,6 +85,8 @@ def load_tokenizer(spec: str, key: str = "data.tokenizer", cache: Cache | None =
 class TiktokenTokenizer:
     """Byte-pair encoding by tiktoken.  ranks: bytes -> id.  special: text -> id.  eod: a key of special."""
 
+    chat = None
+
     def __init__(self, ranks: dict[bytes, int], special: dict[str, int], split: str, eod: str):
         self._encoding = tiktoken.Encoding("minitron", pat_str=split, mergeable_ranks=ranks, special_tokens=special)
         self.ranks, self.split, self.vocab_size = ranks, split, len(ranks) + len(special)
@@ -91,9 +94,10 @@ class TiktokenTokenizer:
         table = repr((split, sorted(ranks.items(), key=lambda item: item[1]), sorted(special.items())))
         self.fingerprint = hashlib.sha256(table.encode()).hexdigest()[:16]
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        encode = partial(self._encoding.encode, allowed_special="all") if special else self._encoding.encode_ordinary
         with _library("tiktoken", "cannot encode a text", "remove such text"):
-            return [i for piece in cut_long_spaces(text) for i in self._encoding.encode_ordinary(piece)]
+            return [i for piece in cut_long_spaces(text) for i in encode(piece)]
 
     def decode(self, ids: list[int]) -> str:
         return self._encoding.decode(ids)
@@ -104,9 +108,10 @@ class HfTokenizer:
 
     Special tokens in a text are encoded as text, other added tokens as what they are. bos: the token that the file's
     own template puts before a text, or `begin` if the folder's settings say that one is put there.
+    chats: the templates and tokens of ChatTemplate.
     """
 
-    def __init__(self, text: bytes, end: str, begin: str | None, name: str):
+    def __init__(self, text: bytes, end: str, begin: str | None, name: str, chats: tuple[dict, dict] = ({}, {})):
         try:
             from tokenizers import Tokenizer as Library
         except ImportError as error:
@@ -129,13 +134,17 @@ class HfTokenizer:
         self.bos = self._library.token_to_id(begin) if begin is not None else None
         if self.bos is None and first and first[0] in added and first[0] != self.eod:
             self.bos = first[0]
-        self._library.encode_special_tokens = True
+        self.chat = ChatTemplate(*chats, self._encoded, name) if chats[0] else None
         table = {key: content.get(key) for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
         self.fingerprint = hashlib.sha256(json.dumps([table, self.eod], sort_keys=True).encode()).hexdigest()[:16]
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        return self._encoded(text, special).ids
+
+    def _encoded(self, text: str, special: bool = True):
+        self._library.encode_special_tokens = not special
         with _library(self._name, "cannot encode a text", "remove such text, or correct the file"):
-            return self._library.encode(text, add_special_tokens=False).ids
+            return self._library.encode(text, add_special_tokens=False)
 
     def decode(self, ids: list[int]) -> str:
         with _library(self._name, "cannot decode ids", "correct the file"):
@@ -214,7 +223,10 @@ def load_hf(folder: Path, cache: Cache | None) -> HfTokenizer:
         content = hashlib.sha256(given[0])
         content.update(repr(given[1:3]).encode())
         cache.recall(f"tokenizer-{content.hexdigest()}", lambda: _try(*given))
-    return HfTokenizer(*given)
+    tokens = {
+        key: content for key, value in settings.items() if key.endswith("_token") and (content := _content(value))
+    }
+    return HfTokenizer(*given, (find_templates(folder, settings), tokens))
 
 
 def _try(text: bytes, end: str, begin: str | None, name: str) -> str:

@@ -1,0 +1,202 @@
+"""Render the chat template of a Hugging Face folder, in a process of its own: it is a program that a stranger wrote.
+
+    chat_template.jinja, or chat_template in tokenizer_config.json      one template, or several with names
+    additional_chat_templates/tool_use.jinja                            for chats with tools
+
+The process has limits of CPU time for each chat, of memory and of text. It writes no files, and jinja's sandbox keeps
+templates from Python's attributes. One process renders all chats: it reads a chat and writes a text, one line each.
+
+The text equals that of transformers. The assistant's spans are those of {% generation %} blocks. Without such blocks an
+answer is the difference of two texts:
+
+    before    the messages before it, with the beginning of an answer     ...<|im_start|>assistant\\n
+    after     the same and the answer                                     ...<|im_start|>assistant\\nHello<|im_end|>\\n
+
+Both must be beginnings of the whole. A template that leaves out tools, or what a role says, is refused, too.
+
+strftime_now is the time at which the data is tokenized, as in transformers.  Left out: images and other media.
+"""
+
+import hashlib
+import json
+import re
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime
+from itertools import accumulate
+from pathlib import Path
+
+from minitron.config.files import errors_as, read_bytes
+from minitron.config.installed import pip_install
+
+SECONDS, MEMORY_BYTES, CHARACTERS = 10.0, 1 << 30, 32 << 20
+TEMPLATE_BYTES = 1 << 20
+REASONING = "reasoning_content", "thinking", "reasoning"  # names of one thing; templates read the first two
+BEGIN, END = "\ufdd1", "\ufdd2"  # of a generation block
+CHILD = """import json, sys
+sys.path[:], *limits = json.loads(sys.argv[1])
+from minitron.interop.chat_template import serve
+serve(*limits)"""
+
+
+def find_templates(folder: Path, settings: dict) -> dict[str, str]:
+    """Read a folder's templates by their names: `default` is the usual one. settings: of tokenizer_config.json."""
+    named = settings.get("chat_template", [])
+    if isinstance(named, str):
+        named = [{"name": "default", "template": named}]
+    paths = [*folder.glob("additional_chat_templates/*.jinja"), *folder.glob("chat_template.jinja")]
+    line = lambda error: f"{folder}: its chat_template cannot be read ({error!r}); correct it"
+    with errors_as(ValueError, line, OSError, ValueError, TypeError, KeyError):
+        found = {entry["name"]: entry["template"] + "" for entry in named}
+        texts = {path.stem: read_bytes(path, TEMPLATE_BYTES).decode() for path in paths}
+    return found | {name.replace("chat_template", "default"): text for name, text in texts.items()}
+
+
+class ChatTemplate:
+    """The templates of a tokenizer, by name.  tokens: what they write, as bos_token.  encode: of a text with special
+    tokens, by the library tokenizers.  name: of the tokenizer.
+    """
+
+    def __init__(self, templates: dict[str, str], tokens: dict[str, str], encode: Callable, name: str):
+        self._given, self._encode, self._name, self._process = [templates, tokens], encode, name, None
+        self.fingerprint = hashlib.sha256(json.dumps(self._given, sort_keys=True).encode()).hexdigest()[:16]
+
+    def encode(self, chat):
+        """Return the text of a chat, the assistant's spans in it, its ids and their places in the text.
+
+        chat: as encode_templated in minitron/data/chat.py has it.
+        Raises ValueError for a chat that the template refuses, and for a template that exceeds its limits.
+        """
+        process = self._process = self._process or self._start()
+        try:
+            process.stdin.write(json.dumps(chat) + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        if not answer:
+            said = " ".join(process.stderr.read().split())[-200:]
+            self.close()
+            how = signal.Signals(-process.returncode).name if process.returncode < 0 else said
+            limits = f"{SECONDS:g} s, {MEMORY_BYTES >> 20} MiB and {CHARACTERS >> 20} M characters for a chat"
+            raise ValueError(f"ended the chat template of {self._name} ({how}), which has {limits}; correct it")
+        text, found = json.loads(answer)
+        if text is None:
+            raise ValueError(f"cannot be written by the chat template of {self._name}: {found}; correct either")
+        encoded = self._encode(text)
+        return text, found, encoded.ids, encoded.offsets
+
+    def close(self) -> None:
+        """End the process. The next chat starts another one."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def _start(self) -> subprocess.Popen:
+        try:
+            import jinja2  # noqa: F401  (for the other process)
+        except ImportError as error:
+            why = f"needs the package jinja2 for the chat template of {self._name}"
+            raise ValueError(f"{why}, which is not installed; {pip_install('chat')}") from error
+        given = json.dumps([[str(path) for path in sys.path], SECONDS, MEMORY_BYTES, CHARACTERS])
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        process = subprocess.Popen([sys.executable, "-I", "-c", CHILD, given], text=True, encoding="utf-8", **pipes)
+        process.stdin.write(json.dumps(self._given) + "\n")
+        return process
+
+
+# ---- in the other process -------------------------------------------------------------------------------------------
+
+
+def serve(seconds: float, memory: int, characters: int) -> None:
+    """Answer each chat on stdin by its text and the assistant's spans, or by null and what is wrong."""
+    (templates, tokens), compile_template, compiled = json.loads(sys.stdin.readline()), _sandbox(), {}
+    for limit, most in (resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_AS, memory):
+        resource.setrlimit(limit, (most, most))
+    for line in sys.stdin:
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # of CPU, so that a busy machine fails no chat
+        try:
+            chat = json.loads(line)
+            name = "tool_use" if "tools" in chat and "tool_use" in templates else "default"
+            compiled[name] = compiled.get(name) or compile_template(templates[name])
+            in_blocks = re.search(r"\{%[-+]?\s*generation\b", templates[name]) is not None
+            answer = _render(compiled[name], in_blocks, chat, tokens)
+            if len(answer[0]) > characters:
+                raise MemoryError(f"a text of {len(answer[0])} characters")
+        except Exception as error:  # a template may raise any
+            answer = None, f"{type(error).__name__} {' '.join(str(error).split())[:300]}".strip()
+        print(json.dumps(answer), flush=True)
+
+
+def _render(template, in_blocks: bool, chat: dict, tokens: dict) -> tuple[str, list[tuple[int, int]]]:
+    """Return the text of a chat and the assistant's spans. in_blocks: the template has generation blocks."""
+
+    def text_of(messages: list[dict], prompt: bool = False, tools: list | None = chat.get("tools")) -> str:
+        given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
+        return template.render(given | tokens | chat.get("chat_template_kwargs", {}))
+
+    messages = [{key: value for key, value in m.items() if value is not None} for m in chat["messages"]]
+    for i, message in enumerate(messages):
+        for thought in [message[key] for key in REASONING if key in message][:1]:
+            messages[i] = {"thinking": thought} | message | {"reasoning_content": thought}
+    whole = text_of(messages, chat.get("add_generation_prompt", False))
+    pieces = re.split(f"{BEGIN}(.*?){END}", whole, flags=re.DOTALL)  # an answer is each second
+    ends = list(accumulate(map(len, pieces)))
+    spans = list(zip(ends[::2], ends[1::2]))
+    if "add_generation_prompt" in chat:
+        return "".join(pieces), []
+    others = {"the tools": (messages, None)} if "tools" in chat else {}
+    for i, message in enumerate(messages):
+        role, key = message["role"], "tool_calls" if message.get("tool_calls") else "content"
+        changed = message | ({key: []} if key == "tool_calls" else {key: message[key] + "x"})
+        others.setdefault(f"{key} of {role}", ([*messages[:i], changed, *messages[i + 1 :]], chat.get("tools")))
+        if role == "assistant" and not in_blocks:
+            before, after = text_of(messages[:i], True), text_of(messages[: i + 1])
+            if not (after.startswith(before) and whole.startswith(after)):
+                fix = "put {% generation %} and {% endgeneration %} around the assistant's text in chat_template.jinja"
+                raise ValueError(f"up to message {i + 1} the text is no beginning of the whole; {fix}")
+            spans.append((len(before), len(after)))
+    for what, (changed, tools) in others.items():
+        with suppress(Exception):  # a template that raises has read the difference
+            others[what] = text_of(changed, tools=tools)
+    if dropped := [what for what, text in others.items() if text == whole]:
+        raise ValueError(f"it leaves out {dropped[0]}")
+    return "".join(pieces), spans
+
+
+def _sandbox() -> Callable[[str], object]:
+    """Return the function that compiles a template, in an environment that has what transformers' has."""
+    from jinja2 import TemplateError, ext, nodes, sandbox
+
+    class Generation(ext.Extension):
+        """Mark the text of {% generation %} ... {% endgeneration %}."""
+
+        tags = {"generation"}
+
+        def parse(self, parser):
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_between"), [], [], body).set_lineno(line)
+
+        def _between(self, caller):
+            return BEGIN + caller() + END
+
+    class Sandbox(sandbox.ImmutableSandboxedEnvironment):
+        def unsafe_undefined(self, obj, attribute):
+            raise sandbox.SecurityError(f"the attribute {attribute} may not be read")
+
+    def to_json(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):  # jinja's escapes HTML
+        return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    def refuse(message):
+        raise TemplateError(str(message))
+
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols])
+    environment.filters["tojson"] = to_json
+    environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    return environment.from_string

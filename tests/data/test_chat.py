@@ -1,0 +1,378 @@
+"""Chats by templates: ids and masks equal transformers' and TRL's, a hostile template is one line.
+
+The templates are those that TRL is installed with, read from there.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from minitron.data import sft
+from minitron.data.cache import Cache
+from minitron.data.chat import MARK
+from minitron.data.sft import SFTDataset, TokenizedFiles, encode_line, encode_question
+from minitron.interop import chat_template
+from minitron.interop.tokenizers import HfTokenizer, load_tokenizer
+
+library = pytest.importorskip("tokenizers")
+transformers = pytest.importorskip("transformers")
+ROOT = Path(__file__).resolve().parents[2]
+FAMILIES = (
+    *("cohere", "cohere2", "deepseek_r1_distill", "gemma", "gemma3", "glm4moe", "gptoss", "lfm2_v2", "llama3"),
+    *("muse_glimmer", "nemotron_3_nano", "phi3", "qwen2_5", "qwen3"),
+)
+SPECIAL = re.compile(r"<[|｜][^|｜<>\s'\"]{1,40}[|｜]>|<(?:start|end)_of_turn>|\[gMASK\]|<sop>|</?think>")
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Read the sky.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string", "description": "Where."}}},
+    },
+}
+CALL = {"type": "function", "id": "a12345678", "function": {"name": "weather", "arguments": {"city": "Köln"}}}
+
+
+def said(*texts, first="user"):
+    """Messages in which user and assistant take turns, after one of the system if `first` is that."""
+    roles = ["system"] if first == "system" else []
+    roles += ["user", "assistant"] * len(texts)
+    return [{"role": role, "content": text} for role, text in zip(roles, texts)]
+
+
+CHATS = {
+    "one turn": (said("Hi, who?", "Hello wörld"), None),
+    "turns": (said("Hi", " It is 7.\n", "\nMore? \n", "fine <b>"), None),
+    "system": (said("Be kind.", "Hi", "Hello", first="system"), None),
+    "tools": (
+        [
+            {"role": "user", "content": "The weather?"},
+            {"role": "assistant", "content": "", "tool_calls": [CALL]},
+            {"role": "tool", "name": "weather", "tool_call_id": "a12345678", "content": "rain"},
+            {"role": "assistant", "content": "It rains."},
+        ],
+        [TOOL],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    """The text of a tokenizer.json: a byte-level BPE with some merges, without special tokens."""
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    alphabet = library.pre_tokenizers.ByteLevel.alphabet()
+    trainer = library.trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(["<|im_end|> assistant user system the weather is fine"] * 9, trainer)
+    return tokenizer.to_str()
+
+
+def of_transformers(bpe, template, special=("<|im_start|>", "<|im_end|>"), **settings):
+    settings = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"} | settings
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=library.Tokenizer.from_str(bpe), **settings)
+    theirs.add_special_tokens({"additional_special_tokens": list(special)})
+    theirs.chat_template = template
+    return theirs
+
+
+def ours_of(theirs, template=None):
+    """The same tokenizer as `load_tokenizer` makes it, without the trial in another process."""
+    text = theirs.backend_tokenizer.to_str().encode()
+    templates = {"default": template or theirs.chat_template}
+    return HfTokenizer(text, theirs.eos_token, None, "here", (templates, theirs.special_tokens_map))
+
+
+class Here(chat_template.ChatTemplate):
+    """Renders in this process, since starting one takes longer than all templates of a family."""
+
+    def encode(self, chat):
+        source, tokens = self._given[0]["default"], self._given[1]
+        try:
+            text, spans = chat_template._render(
+                chat_template._sandbox()(source), "generation %}" in source, chat, tokens
+            )
+        except Exception as error:
+            raise ValueError(f"chat template of here: {error!r}") from error
+        encoded = self._encode(text)
+        return text, spans, encoded.ids, encoded.offsets
+
+
+def encode(tokenizer, messages, tools=None, special=False, **more):
+    row = {"messages": messages} | ({"tools": tools} if tools else {}) | more
+    return encode_line(json.dumps(row).encode(), tokenizer, special, Counter())
+
+
+def ids_and_mask(parts):
+    return [i for part in parts for i in part], [n % 2 for n, part in enumerate(parts) for _ in part]
+
+
+def by_prefixes(theirs, messages, tools):
+    """The twin of a template without generation blocks: ids, and the mask; None if a prefix is none of the whole."""
+    ids = lambda part, prompt: theirs.apply_chat_template(
+        part, tools=tools, add_generation_prompt=prompt, return_dict=False
+    )
+    whole = ids(messages, False)
+    mask = [0] * len(whole)
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before, after = ids(messages[:i], True), ids(messages[: i + 1], False)
+            if whole[: len(before)] != before or whole[: len(after)] != after:
+                return None
+            mask[len(before) : len(after)] = [1] * (len(after) - len(before))
+    return whole, mask
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ids_and_masks_are_those_of_transformers_and_trl(bpe, family):
+    utils = pytest.importorskip("trl.chat_template_utils", reason="trl has the templates")
+    path = Path(utils.__file__).with_name("chat_templates") / f"{family}.jinja"
+    if not path.exists():
+        pytest.skip(f"the installed trl has no template of {family}")
+    source = path.read_text()
+    theirs = of_transformers(bpe, source, sorted(set(SPECIAL.findall(source))))
+    with_blocks = utils.get_training_chat_template(processing_class=theirs)  # by which TRL trains this model
+    for template, blocks in (source, False), (with_blocks, True):
+        theirs.chat_template = template
+        ours, calls_tools = ours_of(theirs), utils.supports_tool_calling(theirs)
+        ours.chat.__class__ = Here
+        for name, (messages, tools) in CHATS.items():
+            expected = None
+            try:
+                if name == "tools" and not calls_tools:
+                    pass
+                elif blocks:
+                    found = theirs.apply_chat_template(
+                        messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True
+                    )
+                    expected = found["input_ids"], found["assistant_masks"]
+                else:
+                    expected = by_prefixes(theirs, messages, tools)
+            except Exception:
+                pass
+            if expected is None:
+                with pytest.raises(ValueError, match="chat template of here"):
+                    encode(ours, messages, tools)
+            else:
+                assert ids_and_mask(encode(ours, messages, tools)) == expected, (name, blocks)
+                assert sum(expected[1]), name
+            if name != "tools" and expected:
+                asked = theirs.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False)
+                assert encode_question(messages[:-1], ours) == asked
+
+
+def test_a_template_of_tools_reasoning_and_variables_as_transformers_has_them(bpe):
+    """What transformers does before it renders: named templates, fields that are null, names of reasoning."""
+    source = "{{ add_generation_prompt }}{% for m in messages %}{{ m | tojson }}{% generation %}{{ m.content }}"
+    source += (
+        "{{ m.thinking }}{% endgeneration %}{% endfor %}{{ more }}{{ tools }}{{ strftime_now('%Y') }}{{ bos_token }}"
+    )
+    theirs = of_transformers(bpe, {"default": source, "tool_use": f"with tools {source}"})
+    text = theirs.backend_tokenizer.to_str().encode()
+    ours = HfTokenizer(text, theirs.eos_token, None, "here", (theirs.chat_template, theirs.special_tokens_map))
+    messages = [
+        {"role": "user", "content": "<é>", "name": None},
+        {"role": "assistant", "content": "b", "reasoning": "c"},
+    ]
+    for tools in None, [TOOL]:
+        kwargs = {"return_dict": True, "return_assistant_tokens_mask": True}
+        found = theirs.apply_chat_template(messages, tools=tools, more="x", **kwargs)
+        wanted = found["input_ids"], found["assistant_masks"]
+        for given in [tools, json.dumps(tools)] if tools else [None]:
+            assert ids_and_mask(encode(ours, messages, given, chat_template_kwargs={"more": "x"})) == wanted
+    ours.chat.close()
+
+
+def save(folder, theirs):
+    theirs.save_pretrained(folder)
+    return folder
+
+
+def test_templates_of_a_folder(bpe, tmp_path):
+    theirs, chat = of_transformers(bpe, CHATML), said("a", "b")
+    expected = theirs.apply_chat_template(chat, return_dict=False)
+    save(tmp_path, theirs)
+    cache = Cache(tmp_path / "cache")
+
+    def found(tools=None):
+        tokenizer = load_tokenizer(f"hf:{tmp_path}", cache=cache)
+        ids = ids_and_mask(encode(tokenizer, chat, tools))[0]
+        tokenizer.chat.close()
+        return ids
+
+    assert found() == expected  # chat_template.jinja
+    (tmp_path / "chat_template.jinja").unlink()
+    assert load_tokenizer(f"hf:{tmp_path}", cache=cache).chat is None
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+
+    def write(value):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": value}))
+
+    write(CHATML)
+    assert found() == expected
+    write([{"name": "default", "template": CHATML}, {"name": "tool_use", "template": "{{ tools }}" + CHATML}])
+    assert found() == expected
+    with_tools = found([TOOL])
+    assert with_tools[-len(expected) :] == expected != with_tools
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates/tool_use.jinja").write_text("{{ tools }}." + CHATML)
+    assert found([TOOL])[-len(expected) :] == expected and len(found([TOOL])) == len(with_tools) + 1
+    for bad in ([{"name": "default"}], 7, [CHATML]):
+        write(bad)
+        with pytest.raises(ValueError, match=rf"^{tmp_path}: .*chat_template"):
+            load_tokenizer(f"hf:{tmp_path}", cache=cache)
+
+
+# ---- templates that do harm, or are wrong ---------------------------------------------------------------------------
+
+HOSTILE = {
+    "never ends": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "an endless number": "{{ messages | length ** 10 ** 9 }}{{ 10 ** 10 ** 9 }}",
+    "a huge range": "{% for i in range(10 ** 9) %}{% endfor %}",
+    "a huge text": "{{ 'a' * 10 ** 10 }}",
+    "a text that doubles": "{% set n = namespace(t='a') %}{% for i in range(99) %}{% set n.t = n.t * 2 %}{% endfor %}",
+    "much text": "{% for i in range(9999) %}{{ 'a' * 999 }}{% endfor %}",
+    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "an attribute": "{{ messages.__class__ }}",
+    "an attribute by a filter": "{{ messages | attr('__class__') }}",
+    "an attribute in a format": "{{ '{0.__class__}'.format(messages) }}",
+    "globals of a function": "{{ raise_exception.__globals__ }}",
+    "a change of the messages": "{{ messages.append(1) }}",
+    "another file": "{% include '/etc/passwd' %}",
+    "no template": "{% for %}",
+    "an unknown tag": "{% trans %}a{% endtrans %}",
+    "an exception": "{{ raise_exception('No ' ~ messages[0].role) }}",
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_template_that_does_harm_is_one_line(bpe, monkeypatch, what):
+    limits = {"SECONDS": 0.3, "MEMORY_BYTES": 300 << 20, "CHARACTERS": 1 << 20}
+    for name, value in limits.items():
+        monkeypatch.setattr(chat_template, name, value)
+    ours = ours_of(
+        of_transformers(bpe, "{% if messages[0].content == 'do' %}" + HOSTILE[what] + "{% endif %}" + CHATML)
+    )
+    with pytest.raises(ValueError, match="chat template of here") as error:
+        encode(ours, said("do", "b"))
+    assert "\n" not in str(error.value) and len(str(error.value)) < 600
+    if what not in ("no template", "an unknown tag"):  # the next chat is rendered, by this process or another
+        assert ids_and_mask(encode(ours, said("a", "b")))[1][-1]
+    ours.chat.close()
+    assert ours.chat._process is None
+
+
+def test_without_jinja2_the_error_says_what_to_install(bpe, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(ValueError, match="needs the package jinja2 .*-m pip install .*chat"):
+        encode(ours_of(of_transformers(bpe, CHATML)), said("a", "b"))
+
+
+BAD = {
+    "a role": ({"messages": [{"role": "usr", "content": "a"}]}, "the role usr; use system, developer"),
+    "no answer": ({"messages": said("a")}, "no text of the assistant"),
+    "an empty answer": ({"messages": said("a", " ")}, "an empty answer"),
+    "a text that is none": ({"messages": [{"role": "user", "content": None}, *said("a", "b")]}, "no list of objects"),
+    "parts of a text": ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "no list of objects"),
+    "tools of no list": ({"messages": said("a", "b"), "tools": {"a": 1}}, "tools that are no list"),
+    "tools that are left out": ({"messages": said("a", "b"), "tools": [TOOL]}, "leaves out the tools"),
+    "variables of no object": ({"messages": said("a", "b"), "chat_template_kwargs": 7}, "chat template of here"),
+    "a reserved character": ({"messages": said(f"a{MARK}", "b")}, "is reserved; remove"),
+}
+
+
+def test_a_bad_line_is_named(bpe):
+    ours = ours_of(of_transformers(bpe, CHATML))
+    for what, (row, message) in BAD.items():
+        with pytest.raises(ValueError, match=message) as error:
+            encode_line(json.dumps(row).encode(), ours, False, Counter())
+        assert "\n" not in str(error.value), what
+    ours.chat.close()
+
+
+# ---- special tokens in texts ----------------------------------------------------------------------------------------
+
+
+def test_special_tokens_of_a_chat_are_text_unless_they_are_asked_for(bpe):
+    theirs = of_transformers(bpe, CHATML)
+    ours, chat = ours_of(theirs), said("a <|im_end|>\n<|im_start|>system b", "c<|im_end|>", "<|im_end|>", "d")
+    ids, mask = ids_and_mask(encode(ours, chat))
+    assert ids == theirs.apply_chat_template(chat, return_dict=False, sanitize_control_tokens=True)
+    assert ours.decode([i for i, trained in zip(ids, mask) if trained]) == "c<|im_end|><|im_end|>\nd<|im_end|>\n"
+    end = ours.special["<|im_end|>"]
+    assert ids.count(end) == 4 and encode_question(chat[:1], ours).count(end) == 1
+    asked = ids_and_mask(encode(ours, chat, special=True))[0]
+    assert asked == theirs.apply_chat_template(chat, return_dict=False) and asked.count(end) == 7
+    ours.chat.close()
+
+
+def test_special_tokens_of_a_prompt_are_text_unless_they_are_asked_for(bpe, tmp_path):
+    theirs = of_transformers(bpe, CHATML)
+    ours, row = ours_of(theirs), {"prompt": "<|im_start|>user\nHi<|im_end|>", "completion": " a<|im_end|>"}
+    (path := tmp_path / "data.jsonl").write_text(
+        json.dumps(row) + "\n" + json.dumps({"prompt": "a", "completion": "b"})
+    )
+    cache = Cache(tmp_path / "cache")
+    as_text, as_tokens = (TokenizedFiles([path], ours, cache, special) for special in (False, True))
+    whole = row["prompt"] + row["completion"]
+    assert theirs.decode(as_text.get(0, 99)[0]) == theirs.decode(as_tokens.get(0, 99)[0]) == whole + "<|eos|>"
+    expected = [*theirs(row["prompt"]).input_ids, *theirs(row["completion"]).input_ids, theirs.eos_token_id]
+    assert as_tokens.get(0, 99)[0].tolist() == expected != as_text.get(0, 99)[0].tolist()
+    assert as_text.fingerprint != as_tokens.fingerprint
+    assert as_text.with_special == as_tokens.with_special == 1
+    notes = [SFTDataset(documents, range(2), 1, 99, 1).note for documents in (as_text, as_tokens)]
+    assert ["special_tokens_in_text" in note for note in notes] == [True, False]
+
+
+def test_what_a_template_did_not_make_keeps_its_name(bpe, tmp_path):
+    """So that runs from before templates resume: a fingerprint tells of a template only if a line took it."""
+    theirs = of_transformers(bpe, CHATML)
+    plain, cache = HfTokenizer(theirs.backend_tokenizer.to_str().encode(), "<|eos|>", None, "here"), Cache(tmp_path)
+    prompts, chats = tmp_path / "prompts.jsonl", tmp_path / "chats.jsonl"
+    prompts.write_text(json.dumps({"prompt": "a", "completion": "b"}))
+    chats.write_text(json.dumps({"messages": said("a", "b")}))
+    first, second = ours_of(theirs), ours_of(theirs, CHATML.replace("\n", " "))
+    prints = [TokenizedFiles([prompts], tokenizer, cache).fingerprint for tokenizer in (plain, first, second)]
+    assert len({*prints}) == 1
+    prints = [TokenizedFiles([chats], tokenizer, cache).fingerprint for tokenizer in (first, second, first)]
+    assert prints[0] == prints[2] != prints[1]
+    assert first.chat._process is None, "the process ends with the files"
+
+
+def test_llama_3s_tokens_without_a_post_processor(bpe):
+    """A folder that has the tokens, but neither a template nor a rule that puts the first one before a text."""
+    names = ("<|begin_of_text|>", *sft.HEADER)
+    theirs = of_transformers(bpe, None, names)
+    ours = HfTokenizer(theirs.backend_tokenizer.to_str().encode(), "<|eos|>", None, "here")
+    assert ours.bos is None
+    parts = encode(ours, said("a", "b"))
+    assert all(isinstance(i, int) for part in parts for i in part) and parts[0][0] == ours.special[names[0]]
+    names = sft.HEADER
+    theirs = of_transformers(bpe, None, names)
+    ours = HfTokenizer(theirs.backend_tokenizer.to_str().encode(), "<|eos|>", None, "here")
+    assert encode(ours, said("a", "b"))[0][0] == ours.special[names[0]]
+
+
+def test_a_preview_marks_what_is_trained(bpe, tmp_path):
+    save(tmp_path, of_transformers(bpe, CHATML))
+    (path := tmp_path / "chats.jsonl").write_text("\n" + json.dumps({"messages": said("a <|im_end|>", "wörld")}))
+
+    def preview(*argv):
+        command = [sys.executable, "tools/preview_chat.py", str(path), "--tokenizer", f"hf:{tmp_path}", *argv]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"LC_ALL": "C.UTF-8"})
+
+    done = preview("--line", "2")
+    assert done.returncode == 0, done.stderr
+    assert "<|im_start|>assistant\n⟦wörld<|im_end|>\n⟧" in done.stdout and "special" in done.stdout
+    done = preview()
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "line 1" in done.stderr
