@@ -211,6 +211,7 @@ SFT = {
     "where one file ends": {"files": [[*LINES], []]},
     "a file more": {"files": [[LINES[0]], [LINES[1]], [LINES[1]]]},
     "the code": lambda patch: patch.setattr(sft, "FORMAT", sft.FORMAT + 1),
+    "whether special tokens in a text are some": {"special": True},
 }
 SPECIAL = [
     {"id": 0, "content": "<u>", "special": True},
@@ -249,6 +250,7 @@ FOLDERS = {
     "the end of a document": {"settings": {"eos_token": "<s>"}},
     "the begin of a prompt, by the settings": {"settings": {"add_bos_token": True}},
     "the begin of a prompt, by its template": {"text": {"post_processor": begins_with("<u>")}},
+    "its chat template": {"settings": {"chat_template": "{{ messages }}"}},
     f"{UNCHANGED}where that was said": {"text": {"post_processor": begins_with("<s>")}},
     f"{UNCHANGED}how it decodes": {"text": {"decoder": {"type": "Fuse"}}},
     f"{UNCHANGED}where it lies": {},
@@ -259,12 +261,12 @@ FOLDERS["its added tokens"]["text"]["added_tokens"][-1]["content"] = "ab"
 def test_tokens_of_answers_are_of_files_and_of_all_that_encodes_them(tmp_path, monkeypatch):
     cache, folders = Counted(tmp_path / "cache"), libraries(tmp_path)
 
-    def make(files=([LINES[0]], [LINES[1]]), tokenizer=None):
+    def make(files=([LINES[0]], [LINES[1]]), tokenizer=None, special=False):
         (folder := next(folders)).mkdir()
         paths = [folder / f"{i}.jsonl" for i in range(len(files))]
         for path, lines in zip(paths, files):
             path.write_text("".join(f"{line}\n" for line in lines))
-        return sft.TokenizedFiles(paths, tokenizer or ByteTokenizer(), cache)
+        return sft.TokenizedFiles(paths, tokenizer or ByteTokenizer(), cache, special)
 
     assert_keyed(cache, make, SFT, monkeypatch)
 

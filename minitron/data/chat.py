@@ -49,8 +49,9 @@ def encode_templated(chat: Mapping[str, Any], tokenizer: Tokenizer) -> list[list
 
 
 def mark_special(value: Any, tokenizer: Tokenizer) -> Any:
-    """Return a JSON value with MARK inside each special token in its texts. Raises ValueError for a reserved character.
+    """Return a JSON value with MARK inside each special token in its texts.
 
+    Raises ValueError for a text with a reserved character, if the tokenizer has a template.
     MARK follows the first token that the text has without special tokens, so that its other tokens stay the same.
     """
 
@@ -65,7 +66,7 @@ def mark_special(value: Any, tokenizer: Tokenizer) -> Any:
         return [mark_special(item, tokenizer) for item in value]
     if not isinstance(value, str):
         return value
-    if found := RESERVED.search(value):
+    if tokenizer.chat is not None and (found := RESERVED.search(value)):
         raise ValueError(f"has the character {found[0]!r}, which is reserved; remove it")
     return _any_of(tuple(tokenizer.special)).sub(marked, value)
 

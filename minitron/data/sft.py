@@ -211,9 +211,10 @@ def encode_line(line: bytes, tokenizer: Tokenizer, special: bool, counts: Counte
 def _encode_messages(row: dict[str, Any], tokenizer: Tokenizer, special: bool, counts: Counter[str]) -> list[list[int]]:
     """Encode a chat by the tokenizer's template, or by Llama 3's."""
     _check_messages(row["messages"], tokenizer.chat is not None)
-    chat = {key: row[key] for key in ("messages", "tools", "chat_template_kwargs") if row.get(key) is not None}
+    chat = {key: row[key] for key in ("messages", "tools", "chat_template_kwargs") if row.get(key)}
     if isinstance(tools := chat.get("tools", []), str):  # as tables have it
-        chat["tools"] = tools = parse_json(tools)
+        with errors_as(ValueError, lambda error: f"has tools that are no JSON ({error}); correct them", ValueError):
+            chat["tools"] = tools = parse_json(tools)
     if not isinstance(tools, list):
         raise ValueError("has tools that are no list; write the list of their JSON schemas")
     marked = mark_special(chat, tokenizer)

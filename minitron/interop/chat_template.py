@@ -116,6 +116,7 @@ class ChatTemplate:
 def serve(seconds: float, memory: int, characters: int) -> None:
     """Answer each chat on stdin by its text and the assistant's spans, or by null and what is wrong."""
     (templates, tokens), compile_template, compiled = json.loads(sys.stdin.readline()), _sandbox(), {}
+    seen: set[str] = set()
     for limit, most in (resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_AS, memory):
         resource.setrlimit(limit, (most, most))
     for line in sys.stdin:
@@ -125,7 +126,7 @@ def serve(seconds: float, memory: int, characters: int) -> None:
             name = "tool_use" if "tools" in chat and "tool_use" in templates else "default"
             compiled[name] = compiled.get(name) or compile_template(templates[name])
             in_blocks = re.search(r"\{%[-+]?\s*generation\b", templates[name]) is not None
-            answer = _render(compiled[name], in_blocks, chat, tokens)
+            answer = _render(compiled[name], in_blocks, chat, tokens, seen)
             if len(answer[0]) > characters:
                 raise MemoryError(f"a text of {len(answer[0])} characters")
         except Exception as error:  # a template may raise any
@@ -133,8 +134,11 @@ def serve(seconds: float, memory: int, characters: int) -> None:
         print(json.dumps(answer), flush=True)
 
 
-def _render(template, in_blocks: bool, chat: dict, tokens: dict) -> tuple[str, list[tuple[int, int]]]:
-    """Return the text of a chat and the assistant's spans. in_blocks: the template has generation blocks."""
+def _render(template, in_blocks: bool, chat: dict, tokens: dict, seen: set[str]) -> tuple[str, list[tuple[int, int]]]:
+    """Return the text of a chat and the assistant's spans.
+
+    in_blocks: the template has generation blocks. seen: the parts of a chat of which it is known that they are written.
+    """
 
     def text_of(messages: list[dict], prompt: bool = False, tools: list | None = chat.get("tools")) -> str:
         given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
@@ -150,7 +154,7 @@ def _render(template, in_blocks: bool, chat: dict, tokens: dict) -> tuple[str, l
     spans = list(zip(ends[::2], ends[1::2]))
     if "add_generation_prompt" in chat:
         return "".join(pieces), []
-    others = {"the tools": (messages, None)} if "tools" in chat else {}
+    others, dropped = {"the tools": (messages, None)} if "tools" in chat else {}, []
     for i, message in enumerate(messages):
         role, key = message["role"], "tool_calls" if message.get("tool_calls") else "content"
         changed = message | ({key: []} if key == "tool_calls" else {key: message[key] + "x"})
@@ -161,11 +165,14 @@ def _render(template, in_blocks: bool, chat: dict, tokens: dict) -> tuple[str, l
                 fix = "put {% generation %} and {% endgeneration %} around the assistant's text in chat_template.jinja"
                 raise ValueError(f"up to message {i + 1} the text is no beginning of the whole; {fix}")
             spans.append((len(before), len(after)))
-    for what, (changed, tools) in others.items():
+    for what in others.keys() - seen:
+        changed, tools = others[what]
         with suppress(Exception):  # a template that raises has read the difference
-            others[what] = text_of(changed, tools=tools)
-    if dropped := [what for what, text in others.items() if text == whole]:
-        raise ValueError(f"it leaves out {dropped[0]}")
+            if text_of(changed, tools=tools) == whole:
+                dropped.append(what)
+    if dropped:
+        raise ValueError(f"it leaves out {min(dropped)}")
+    seen |= others.keys()
     return "".join(pieces), spans
 
 

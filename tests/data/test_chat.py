@@ -285,6 +285,7 @@ BAD = {
     "a text that is none": ({"messages": [{"role": "user", "content": None}, *said("a", "b")]}, "no list of objects"),
     "parts of a text": ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "no list of objects"),
     "tools of no list": ({"messages": said("a", "b"), "tools": {"a": 1}}, "tools that are no list"),
+    "tools of no JSON": ({"messages": said("a", "b"), "tools": "[a"}, "tools that are no JSON"),
     "tools that are left out": ({"messages": said("a", "b"), "tools": [TOOL]}, "leaves out the tools"),
     "variables of no object": ({"messages": said("a", "b"), "chat_template_kwargs": 7}, "chat template of here"),
     "a reserved character": ({"messages": said(f"a{MARK}", "b")}, "is reserved; remove"),

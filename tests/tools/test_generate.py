@@ -14,6 +14,7 @@ from minitron.interop import convert_hf
 from minitron.model.gpt import whole_model
 from minitron.model.init import initialise
 from minitron.testing import assert_close_rel
+from test_chat import CHATML, of_transformers
 from test_checkpoint_format import reindex
 from test_pretrain import TINY, pretrain
 from test_tokenizers import llama3_file  # noqa: F401  (a fixture)
@@ -104,6 +105,29 @@ def test_a_hugging_face_folder_answers_as_transformers_does(hugging_face, capsys
     assert ours == expected.tolist()
     run(folder, "--tokenizer", "bytes", "--prompt", "ab ", "cd", "--max-tokens", 8)
     assert capsys.readouterr().out.startswith("ab ")
+
+
+def test_a_chat_prints_the_answer_alone(hugging_face, tmp_path, capsys):
+    library = pytest.importorskip("tokenizers")
+    folder, model = hugging_face
+    byte_level = library.Tokenizer(library.models.BPE())
+    byte_level.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    byte_level.decoder = library.decoders.ByteLevel()
+    alphabet = library.pre_tokenizers.ByteLevel.alphabet()
+    byte_level.train_from_iterator([], library.trainers.BpeTrainer(initial_alphabet=alphabet, show_progress=False))
+    theirs = of_transformers(byte_level.to_str(), CHATML)
+    theirs.save_pretrained(tmp_path)
+    run(folder, "--tokenizer", f"hf:{tmp_path}", "--chat", "--system", "b", "--prompt", "a", "c", "--max-tokens", 6)
+    expected = ""
+    for text in "a", "c":
+        asked = [{"role": "system", "content": "b"}, {"role": "user", "content": text}]
+        prompt = theirs.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+        given = dict(attention_mask=torch.ones(1, len(prompt)), do_sample=False, max_new_tokens=6, pad_token_id=0)
+        [ids] = model.generate(torch.tensor([prompt]), **given)
+        expected += theirs.decode(ids)[len(theirs.decode(prompt)) :] + "\n\n"
+    assert capsys.readouterr().out == expected
+    end = theirs.convert_tokens_to_ids("<|im_end|>")
+    assert generate.end_of_answers(generate.load_tokenizer(f"hf:{tmp_path}")) == {end} != {theirs.eos_token_id}
 
 
 def test_draws_come_from_the_top_p_set_with_its_probabilities():
@@ -222,6 +246,7 @@ def test_mistakes_are_one_line(tuned, hugging_face, llama3_file, tmp_path):  # n
             "a prompt of 1 tokens and --max-tokens=64 do not fit into model.max_positions=64",
         ),
         ([folder, "--tokenizer", "bytes", "--prompt", ""], "a prompt of 0 tokens"),
+        ([folder, *good, "--system", "b"], "--system has no effect without --chat"),
         ([folder, *good, "--chat"], "chat messages need the special tokens of Llama 3"),
         ([folder, "--prompt", "a", "--tokenizer", "word"], "--tokenizer='word' is none of"),
         (
