@@ -149,8 +149,8 @@ def encode_chat(messages: Sequence[dict[str, Any]], tokenizer: Tokenizer, specia
     Raises ValueError for a tokenizer without Llama 3's special tokens.
     """
     if not tokenizer.special.keys() >= set(HEADER):
-        fix = "name a tokenizer that has these (hf:DIR, llama3:FILE), or write prompt and completion"
-        raise ValueError(f"chat messages need the special tokens of Llama 3 or a chat_template; {fix}")
+        fix = "set data.tokenizer=llama3:FILE, or hf:DIR with a chat_template; or write prompt and completion"
+        raise ValueError(f"chat messages need the special tokens of Llama 3; {fix}")
     begin, end, eot = (tokenizer.special[name] for name in HEADER)
     parts: list[list[int]] = []
     bos = tokenizer.special.get("<|begin_of_text|>") if tokenizer.bos is None else tokenizer.bos

@@ -34,7 +34,7 @@ from minitron.config.files import errors_as, read_bytes
 from minitron.config.installed import pip_install
 
 SECONDS, MEMORY_BYTES, CHARACTERS = 10.0, 1 << 30, 32 << 20
-TEMPLATE_BYTES = 1 << 20
+TEMPLATE_BYTES, TRIALS = 1 << 20, 3
 REASONING = "reasoning_content", "thinking", "reasoning"  # names of one thing; templates read the first two
 BEGIN, END = "\ufdd1", "\ufdd2"  # of a generation block
 CHILD = """import json, sys
@@ -62,7 +62,8 @@ class ChatTemplate:
     """
 
     def __init__(self, templates: dict[str, str], tokens: dict[str, str], encode: Callable, name: str):
-        self._given, self._encode, self._name, self._process = [templates, tokens], encode, name, None
+        self._given, self._encode, self._name = [templates, tokens], encode, name
+        self._process, self._ended = None, 0
         self.fingerprint = hashlib.sha256(json.dumps(self._given, sort_keys=True).encode()).hexdigest()[:16]
 
     def encode(self, chat):
@@ -81,6 +82,7 @@ class ChatTemplate:
         if not answer:
             said = " ".join(process.stderr.read().split())[-200:]
             self.close()
+            self._ended += 1
             how = signal.Signals(-process.returncode).name if process.returncode < 0 else said
             limits = f"{SECONDS:g} s, {MEMORY_BYTES >> 20} MiB and {CHARACTERS >> 20} M characters for a chat"
             raise ValueError(f"ended the chat template of {self._name} ({how}), which has {limits}; correct it")
@@ -98,6 +100,8 @@ class ChatTemplate:
             self._process = None
 
     def _start(self) -> subprocess.Popen:
+        if self._ended == TRIALS:  # else each line of a file would take its time
+            raise ValueError(f"follows chats with which the chat template of {self._name} was ended; correct it")
         try:
             import jinja2  # noqa: F401  (for the other process)
         except ImportError as error:

@@ -272,6 +272,16 @@ def test_a_template_that_does_harm_is_one_line(bpe, monkeypatch, what):
     assert ours.chat._process is None
 
 
+def test_a_template_that_never_ends_stops_a_file_of_many_lines(bpe, monkeypatch):
+    monkeypatch.setattr(chat_template, "SECONDS", 0.05)
+    ours, starts = ours_of(of_transformers(bpe, HOSTILE["never ends"])), []
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, popen=subprocess.Popen, **k: starts.append(a) or popen(*a, **k))
+    for _ in range(10):
+        with pytest.raises(ValueError, match="chat template of here"):
+            encode(ours, said("a", "b"))
+    assert len(starts) == chat_template.TRIALS
+
+
 def test_without_jinja2_the_error_says_what_to_install(bpe, monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ValueError, match="needs the package jinja2 .*-m pip install .*chat"):
