@@ -29,6 +29,7 @@ def main(argv: list[str]) -> None:
     add("--line", type=positive(int), nargs="+", default=[1], metavar="N", help="its number in the file (1)")
     add("--special-tokens-in-text", action="store_true", help="as data.special_tokens_in_text")
     o = parser.parse_args(argv)
+    sys.stdout.reconfigure(errors="backslashreplace")  # texts of any language, on any terminal
     tokenizer = load_tokenizer(o.tokenizer, "--tokenizer")
     with errors_as(ValueError, lambda error: f"{o.file} cannot be read ({error.strerror}); name a file", OSError):
         size_of(o.file)

@@ -58,7 +58,7 @@ def find_templates(folder: Path, settings: dict) -> dict[str, str]:
 
 class ChatTemplate:
     """The templates of a tokenizer, by name.  tokens: what they write, as bos_token.  encode: of a text with special
-    tokens, by the library tokenizers.  name: of the tokenizer.
+    tokens, by the library tokenizers.  name: of the folder.
     """
 
     def __init__(self, templates: dict[str, str], tokens: dict[str, str], encode: Callable, name: str):
@@ -134,7 +134,7 @@ def serve(seconds: float, memory: int, characters: int) -> None:
             if len(answer[0]) > characters:
                 raise MemoryError(f"a text of {len(answer[0])} characters")
         except Exception as error:  # a template may raise any
-            answer = None, f"{type(error).__name__} {' '.join(str(error).split())[:300]}".strip()
+            answer = None, " ".join(str(error).split())[:300] or type(error).__name__
         print(json.dumps(answer), flush=True)
 
 

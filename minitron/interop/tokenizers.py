@@ -134,7 +134,7 @@ class HfTokenizer:
         self.bos = self._library.token_to_id(begin) if begin is not None else None
         if self.bos is None and first and first[0] in added and first[0] != self.eod:
             self.bos = first[0]
-        self.chat = ChatTemplate(*chats, self._encoded, name) if chats[0] else None
+        self.chat = ChatTemplate(*chats, self._encoded, os.path.dirname(name)) if chats[0] else None
         table = {key: content.get(key) for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
         self.fingerprint = hashlib.sha256(json.dumps([table, self.eod], sort_keys=True).encode()).hexdigest()[:16]
 

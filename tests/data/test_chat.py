@@ -86,11 +86,11 @@ def of_transformers(bpe, template, special=("<|im_start|>", "<|im_end|>"), **set
     return theirs
 
 
-def ours_of(theirs, template=None):
+def ours_of(theirs, templates=None):
     """The same tokenizer as `load_tokenizer` makes it, without the trial in another process."""
-    text = theirs.backend_tokenizer.to_str().encode()
-    templates = {"default": template or theirs.chat_template}
-    return HfTokenizer(text, theirs.eos_token, None, "here", (templates, theirs.special_tokens_map))
+    text, templates = theirs.backend_tokenizer.to_str().encode(), templates or theirs.chat_template or {}
+    templates = {"default": templates} if isinstance(templates, str) else templates
+    return HfTokenizer(text, theirs.eos_token, None, "here/tokenizer.json", (templates, theirs.special_tokens_map))
 
 
 class Here(chat_template.ChatTemplate):
@@ -179,7 +179,9 @@ def test_a_template_of_tools_reasoning_and_variables_as_transformers_has_them(bp
     )
     theirs = of_transformers(bpe, {"default": source, "tool_use": f"with tools {source}"})
     text = theirs.backend_tokenizer.to_str().encode()
-    ours = HfTokenizer(text, theirs.eos_token, None, "here", (theirs.chat_template, theirs.special_tokens_map))
+    ours = HfTokenizer(
+        text, theirs.eos_token, None, "here/tokenizer.json", (theirs.chat_template, theirs.special_tokens_map)
+    )
     messages = [
         {"role": "user", "content": "<é>", "name": None},
         {"role": "assistant", "content": "b", "reasoning": "c"},
@@ -348,7 +350,10 @@ def test_special_tokens_of_a_prompt_are_text_unless_they_are_asked_for(bpe, tmp_
 def test_what_a_template_did_not_make_keeps_its_name(bpe, tmp_path):
     """So that runs from before templates resume: a fingerprint tells of a template only if a line took it."""
     theirs = of_transformers(bpe, CHATML)
-    plain, cache = HfTokenizer(theirs.backend_tokenizer.to_str().encode(), "<|eos|>", None, "here"), Cache(tmp_path)
+    plain, cache = (
+        HfTokenizer(theirs.backend_tokenizer.to_str().encode(), "<|eos|>", None, "here/tokenizer.json"),
+        Cache(tmp_path),
+    )
     prompts, chats = tmp_path / "prompts.jsonl", tmp_path / "chats.jsonl"
     prompts.write_text(json.dumps({"prompt": "a", "completion": "b"}))
     chats.write_text(json.dumps({"messages": said("a", "b")}))
@@ -364,13 +369,13 @@ def test_llama_3s_tokens_without_a_post_processor(bpe):
     """A folder that has the tokens, but neither a template nor a rule that puts the first one before a text."""
     names = ("<|begin_of_text|>", *sft.HEADER)
     theirs = of_transformers(bpe, None, names)
-    ours = HfTokenizer(theirs.backend_tokenizer.to_str().encode(), "<|eos|>", None, "here")
+    ours = ours_of(theirs)
     assert ours.bos is None
     parts = encode(ours, said("a", "b"))
     assert all(isinstance(i, int) for part in parts for i in part) and parts[0][0] == ours.special[names[0]]
     names = sft.HEADER
     theirs = of_transformers(bpe, None, names)
-    ours = HfTokenizer(theirs.backend_tokenizer.to_str().encode(), "<|eos|>", None, "here")
+    ours = ours_of(theirs)
     assert encode(ours, said("a", "b"))[0][0] == ours.special[names[0]]
 
 
