@@ -178,6 +178,17 @@ TABLE = [
         ),
     ),
     Outside(
+        "chat templates of tokenizers",
+        "whoever published the model",
+        "1 MiB; jinja2's sandbox in another process: 10 s of CPU and 32 M characters a chat, 1 GiB of memory",
+        "one line that names the folder and the line of the data; after three ended processes every chat is refused",
+        (
+            "data/test_chat.py::test_a_template_that_does_harm_is_one_line",
+            "data/test_chat.py::test_a_template_that_never_ends_stops_a_file_of_many_lines",
+            "data/test_chat.py::test_special_tokens_of_a_chat_are_text_unless_they_are_asked_for",
+        ),
+    ),
+    Outside(
         "questions and answers (SFT)",
         "whoever made the data set",
         "128 MiB a line, one at a time",

@@ -98,10 +98,9 @@ class Here(chat_template.ChatTemplate):
 
     def encode(self, chat):
         source, tokens = self._given[0]["default"], self._given[1]
+        template, in_blocks = chat_template._sandbox()(source), "generation %}" in source
         try:
-            text, spans = chat_template._render(
-                chat_template._sandbox()(source), "generation %}" in source, chat, tokens
-            )
+            text, spans = chat_template._render(template, in_blocks, chat, tokens, set())
         except Exception as error:
             raise ValueError(f"chat template of here: {error!r}") from error
         encoded = self._encode(text)
@@ -160,6 +159,7 @@ def test_ids_and_masks_are_those_of_transformers_and_trl(bpe, family):
                     expected = by_prefixes(theirs, messages, tools)
             except Exception:
                 pass
+            assert expected or name != "one turn" or not blocks
             if expected is None:
                 with pytest.raises(ValueError, match="chat template of here"):
                     encode(ours, messages, tools)
@@ -178,10 +178,7 @@ def test_a_template_of_tools_reasoning_and_variables_as_transformers_has_them(bp
         "{{ m.thinking }}{% endgeneration %}{% endfor %}{{ more }}{{ tools }}{{ strftime_now('%Y') }}{{ bos_token }}"
     )
     theirs = of_transformers(bpe, {"default": source, "tool_use": f"with tools {source}"})
-    text = theirs.backend_tokenizer.to_str().encode()
-    ours = HfTokenizer(
-        text, theirs.eos_token, None, "here/tokenizer.json", (theirs.chat_template, theirs.special_tokens_map)
-    )
+    ours = ours_of(theirs)
     messages = [
         {"role": "user", "content": "<é>", "name": None},
         {"role": "assistant", "content": "b", "reasoning": "c"},
@@ -350,10 +347,7 @@ def test_special_tokens_of_a_prompt_are_text_unless_they_are_asked_for(bpe, tmp_
 def test_what_a_template_did_not_make_keeps_its_name(bpe, tmp_path):
     """So that runs from before templates resume: a fingerprint tells of a template only if a line took it."""
     theirs = of_transformers(bpe, CHATML)
-    plain, cache = (
-        HfTokenizer(theirs.backend_tokenizer.to_str().encode(), "<|eos|>", None, "here/tokenizer.json"),
-        Cache(tmp_path),
-    )
+    plain, cache = ours_of(of_transformers(bpe, None)), Cache(tmp_path)
     prompts, chats = tmp_path / "prompts.jsonl", tmp_path / "chats.jsonl"
     prompts.write_text(json.dumps({"prompt": "a", "completion": "b"}))
     chats.write_text(json.dumps({"messages": said("a", "b")}))
