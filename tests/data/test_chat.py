@@ -132,6 +132,7 @@ def by_prefixes(theirs, messages, tools):
     return whole, mask
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ids_and_masks_are_those_of_transformers_and_trl(bpe, family):
     utils = pytest.importorskip("trl.chat_template_utils", reason="trl has the templates")
