@@ -123,6 +123,7 @@ def test_a_chat_prints_the_answer_alone(hugging_face, tmp_path, capsys):
         asked = [{"role": "system", "content": "b"}, {"role": "user", "content": text}]
         prompt = theirs.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
         given = dict(attention_mask=torch.ones(1, len(prompt)), do_sample=False, max_new_tokens=6, pad_token_id=0)
+        given |= dict(suppress_tokens=list(range(len(theirs), 300)), eos_token_id=theirs.eos_token_id)
         [ids] = model.generate(torch.tensor([prompt]), **given)
         expected += theirs.decode(ids)[len(theirs.decode(prompt)) :] + "\n\n"
     assert capsys.readouterr().out == expected
