@@ -266,7 +266,7 @@ def test_tokens_of_answers_are_of_files_and_of_all_that_encodes_them(tmp_path, m
         paths = [folder / f"{i}.jsonl" for i in range(len(files))]
         for path, lines in zip(paths, files):
             path.write_text("".join(f"{line}\n" for line in lines))
-        return sft.TokenizedFiles(paths, tokenizer or ByteTokenizer(), cache, special)
+        return sft.TokenizedFiles(paths, tokenizer or ByteTokenizer(), cache, special=special)
 
     assert_keyed(cache, make, SFT, monkeypatch)
 

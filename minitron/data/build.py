@@ -163,7 +163,7 @@ def _sft(data: DataConfig, load: LoadTokenizer, cache: Cache, vocab_size: int, s
 
     def read(paths: Sequence[str]) -> TokenizedFiles:
         files = [build_docstrings(cache) if path == "docstrings" else path for path in paths]
-        return TokenizedFiles(files, tokenizer, cache, data.special_tokens_in_text)
+        return TokenizedFiles(files, tokenizer, cache, special=data.special_tokens_in_text)
 
     train = read(data.paths)
     valid = read(data.valid_paths) if data.valid_paths else train

@@ -334,7 +334,7 @@ def test_special_tokens_of_a_prompt_are_text_unless_they_are_asked_for(bpe, tmp_
         json.dumps(row) + "\n" + json.dumps({"prompt": "a", "completion": "b"})
     )
     cache = Cache(tmp_path / "cache")
-    as_text, as_tokens = (TokenizedFiles([path], ours, cache, special) for special in (False, True))
+    as_text, as_tokens = (TokenizedFiles([path], ours, cache, special=special) for special in (False, True))
     whole = row["prompt"] + row["completion"]
     assert theirs.decode(as_text.get(0, 99)[0]) == theirs.decode(as_tokens.get(0, 99)[0]) == whole + "<|eos|>"
     expected = [*theirs(row["prompt"]).input_ids, *theirs(row["completion"]).input_ids, theirs.eos_token_id]
