@@ -142,7 +142,8 @@ class HfTokenizer:
         return self._encoded(text, special).ids
 
     def _encoded(self, text: str, special: bool = True):
-        self._library.encode_special_tokens = not special
+        if self._library.encode_special_tokens == special:  # only then, since threads may be encoding
+            self._library.encode_special_tokens = not special
         with _library(self._name, "cannot encode a text", "remove such text, or correct the file"):
             return self._library.encode(text, add_special_tokens=False)
 
