@@ -160,10 +160,11 @@ def _sft(data: DataConfig, load: LoadTokenizer, cache: Cache, vocab_size: int, s
     own = data.tokenizer == "corpus"
     tokenizer: Tokenizer = build_corpus(cache, vocab_size).tokenizer if own else load(data.tokenizer, cache)
     check_vocabulary(tokenizer.vocab_size, f"data.tokenizer={data.tokenizer}", vocab_size)
+    special = data.special_tokens_in_text
 
     def read(paths: Sequence[str]) -> TokenizedFiles:
         files = [build_docstrings(cache) if path == "docstrings" else path for path in paths]
-        return TokenizedFiles(files, tokenizer, cache, special=data.special_tokens_in_text)
+        return TokenizedFiles(files, tokenizer, cache, special=special)
 
     train = read(data.paths)
     valid = read(data.valid_paths) if data.valid_paths else train
