@@ -296,7 +296,8 @@ def test_every_recipe_can_be_measured():
     assert named == {
         path.stem
         for path in (record.ROOT / "configs").glob("*.yaml")
-        if "quick" not in path.stem and path.stem != "gpt2_124m"  # small models on one GPU
+        # Not small models on one GPU, and no recipes that follow no published job.
+        if "quick" not in path.stem and path.stem != "gpt2_124m" and not path.stem.startswith("qwen")
     }
 
 
