@@ -72,19 +72,20 @@ class Row:
     def kind(self) -> str:
         if self.software == "minitron":
             return "own"
-        return "Megatron-core beside them" if self.device == "h200" else "published"
+        return "Megatron-core beside them" if self.name.startswith(BESIDE) else "published"
 
 
+BESIDE = "Megatron-core, "  # how rows of a peer beside our own begin
 Machines = tuple[dict[str, Device], dict[str, Fabric]]
 
 
 def own_rows(path: Path) -> list[Row]:
-    """Of each case and precision the newest record; those of a CPU or of a case that is no more are left out."""
+    """Of each case, precision and GPU the newest record; those of a CPU or of a case that is no more are left out."""
     found = {}
     for one in record.rows(path):
         case = CASES.get(re.sub("-(bf16|fp8)$", "", one.get("case", "")))
         if one["kind"] == "compare" and case and (gpu := re.search(r"[HAB]\d00", one["gpu"] or "")):
-            found[one["case"]] = Row(
+            found[one["case"], gpu[0]] = row = Row(
                 one["case"],
                 case.gpus,
                 tuple(case.arguments(one["fp8"])),
@@ -96,13 +97,14 @@ def own_rows(path: Path) -> list[Row]:
                 floor_share=one["ours"].get("floor_share"),
                 software="minitron",
             )
-            if found[one["case"]].host_bound:
-                found[one["case"]] = replace(found[one["case"]], fitted="")
-            if one["peer"] == "megatron":  # which ran without user buffers
-                found["Megatron", one["case"]] = replace(
-                    found[one["case"]],
-                    name=f"Megatron-core, {one['case']}",
-                    arguments=(*case.arguments(one["fp8"]), "parallel.overlap_tp=false"),
+            if row.host_bound:
+                found[one["case"], gpu[0]] = replace(row, fitted="")
+            if one["peer"] == "megatron" and one["peer_figures"]:
+                overlaps = "tp-overlap" in (one.get("mode") or "")  # it has user buffers then
+                found["Megatron", one["case"], gpu[0]] = replace(
+                    row,
+                    name=f"{BESIDE}{one['case']}",
+                    arguments=(*case.arguments(one["fp8"]), f"parallel.overlap_tp={str(overlaps).lower()}"),
                     seconds=one["peer_figures"]["step_seconds"],
                     gib=one["peer_gib"],
                     products=None,
@@ -467,7 +469,7 @@ Written by `python benchmarks/calibration.py`; no figure in a table is typed in.
   of others, then measured, and with it what dropout of attention costs, which the files of all GPT-3 rows set; the
   gradients' format in Transformer Engine's ring, from its source; and the keys of 70B's LoRA, from its file. And it
   showed that messages of interleaved stages did not hide, in minitron's schedule as in the plan of Megatron's: now they
-  do in both.
+  do in both. The rows of MLPerf 4.1 and 5.0 and of fms-fsdp were added last, and changed nothing.
 
 A plan is of a software. Own rows are planned as `minitron`, published ones and Megatron-core's as `megatron`: its and
 Transformer Engine's kernels, steps that the host launches, user buffers where tensor parallelism overlaps. Fine-tuning
@@ -480,17 +482,18 @@ recipe's; its software is none of these, and its TFLOP/s are taken to count all 
 memory, the predicted one is that of minitron in this layout, and above the device's room it would need
 `train.recompute`. Measured memory is torch's own peak and what GPUs of a node share.
 
-What is known of errors above 7 %. A3 Mega: what TCPXO reaches is assumed. GPT-3 175B FP8 of v24.11.1 from 512 GPUs on:
-the same document has 2,048 GPUs faster than fewer, and its next version has all of them faster. NeMo 24.01: an early
-release for H100; a month later the same model in FP8 took a tenth less. JUWELS Booster, 13B: no constant of its GPUs is
-measured. LoRA of 8B to 13B is planned too slow, in FP8 most, of 70B too fast, by a fifth on 32 GPUs, where it took a
-seventh longer than on 16: scripts ask the driver for more power to tensor cores (vboost), which no plan knows; NVIDIA's
-two tables of NeMo 24.07, without and with it, differ by 1.6 % on average, by -1.3 to 6.4. 7B's SFT in FP8: the same
-document trains as many tokens a second with four times the microbatches a step. Long sequences: rings of four and more
-are planned 7 to 10 % too slow. Megatron-core, of two and four GPUs: with tp 2 it is planned too fast, in FP8 most. Not
-counted are that its host waits for the norm of the gradients before it launches the update, and that the head's weight
-gradient, without apex, is added to the sum by a kernel of its own. Releases of one job differ by up to 7 %: no plan of
-a configuration can meet all of them.
+What is known of errors above 7 %. A3 Mega: what TCPXO reaches is assumed. GPT-3 175B of MLPerf 4.1 is planned too slow:
+its jobs ask for vboost (below), and defer the head's weight gradients into the pipeline's end. GPT-3 175B FP8 of
+v24.11.1 from 512 GPUs on: the same document has 2,048 GPUs faster than fewer, and its next version has all of them
+faster. NeMo 24.01: an early release for H100; a month later the same model in FP8 took a tenth less. JUWELS Booster,
+13B: no constant of its GPUs is measured. LoRA of 8B to 13B is planned too slow, in FP8 most, of 70B too fast, by a
+fifth on 32 GPUs, where it took a seventh longer than on 16: scripts ask the driver for more power to tensor cores
+(vboost), which no plan knows; NVIDIA's two tables of NeMo 24.07, without and with it, differ by 1.6 % on average, by
+-1.3 to 6.4. 7B's SFT in FP8: the same document trains as many tokens a second with four times the microbatches a step.
+Long sequences: rings of four and more are planned 7 to 10 % too slow. Megatron-core, of two and four GPUs: with tp 2 it
+is planned too fast, in FP8 most. Not counted are that its host waits for the norm of the gradients before it launches
+the update, and that the head's weight gradient, without apex, is added to the sum by a kernel of its own. Releases of
+one job differ by up to 7 %: no plan of a configuration can meet all of them.
 
 Left out of the model of time: other jobs on the same switches, data, checkpoints, evaluation, and that power limits
 slow some kernels more than others. A run whose products and attention fill less than two thirds of its step is bound by
