@@ -11,6 +11,10 @@ from dataclasses import dataclass
 FP8_RECIPES = ("delayed", "current", "block")
 
 
+# Llama 3.2 1B, as Meta published it, but for the scaling of its positions, which costs no time.
+LLAMA_1B = {"num_layers": 16, "hidden_size": 2048, "ffn_hidden_size": 8192, "tie_embeddings": "true"}
+
+
 @dataclass(frozen=True)
 class Case:
     gpus: int
@@ -25,6 +29,10 @@ class Case:
     @property
     def needs_fp8(self) -> bool:
         return "precision.fp8_head=true" in self.overrides
+
+    def size(self, axis: str) -> int:
+        """The ranks of a case along an axis of `parallel`."""
+        return int(dict(key.split("=", 1) for key in self.overrides)[f"parallel.{axis}"])
 
     def arguments(self, fp8: str) -> list[str]:
         """The command line of a measured program. fp8: "none" (bf16) or one of FP8_RECIPES."""
@@ -43,7 +51,7 @@ def _case(gpus: int, config: str, microbatches: int, *, dp: int = 1, peer: str |
         "separate_documents": "data",
         "document_length": "data",
         "fp8_head": "precision",
-    }
+    } | dict.fromkeys(LLAMA_1B, "model")
     layout = {"tp": 1, "pp": 1, "vp": 1, "cp": 1, "layers_per_stage": "null"} | settings
     keys = tuple(f"{sections.get(key, 'parallel')}.{key}={value}" for key, value in layout.items())
     rest = (
@@ -67,6 +75,9 @@ CASES = {
     "8b-tp2cp2": _case(4, "llama3_8b", 4, tp=2, cp=2, seq_len=16384, max_positions=16384),
     "8b-1gpu": _case(1, "llama3_8b", 1, num_layers=8),
     "8b-1gpu-fp8head": _case(1, "llama3_8b", 1, num_layers=8, fp8_head="true", peer="8b-1gpu"),
+    "1b-1gpu": _case(1, "llama3_8b", 4, **LLAMA_1B),
+    "gpt2-124m": _case(1, "gpt2_124m", 32),
+    "sft-8b-12layers-1gpu": _case(1, "llama3_8b_sft", 4, num_layers=12),  # 16 need more than 80 GB
     "lora-8b-1gpu": _case(1, "llama3_8b_lora", 4),
     "lora-8b-1gpu-fp8head": _case(1, "llama3_8b_lora", 4, fp8_head="true", peer="lora-8b-1gpu"),
     "lora-8b-1gpu-full": _case(1, "llama3_8b_lora", 4, **ONE_DOCUMENT),

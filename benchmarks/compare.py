@@ -10,7 +10,11 @@ Per case and precision it prints, and appends to the results,
     case=<name>-<bf16|fp8> ours_mfu=.. peer_mfu=.. ratio=.. spread=.. ours_gib=.. peer_gib=..
 
 The peer is Megatron-core, or `--peer torchtitan` or `huggingface`. Where it has not the schedule or the number format
-of a case, it runs the fastest that it has.
+of a case, it runs the fastest that it has. Megatron-core first runs once in each of its modes (peers/modes.py), then
+twice in the fastest; a mode that is out of memory is tried with Megatron's own loss, too. The record has
+the seconds or the error of each mode. `graph` of a side is whether it replays. `ratio_without_head` leaves out what the
+products with the vocabulary take alone, which both sides do alike. If the peer fits in no mode, the record has its
+memory and no ratio.
 Figures are means of a side's runs, memory the larger one, of the highest rank, as torch's allocator counts it. MFU by
 the `full` counting, in percent; for fine-tuning also by that of NVIDIA's recipe, `weights`, and in FP8 against a peer
 in bf16 where it has nothing else. A case that cannot run here is skipped with a reason. Exits with status 1 if one
@@ -23,6 +27,7 @@ import argparse
 import math
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 
@@ -34,15 +39,20 @@ if __name__ == "__main__":
 
 from benchmarks import record
 from benchmarks.cases import CASES, FP8_RECIPES, Case
-from benchmarks.programs import Failed, Skipped
+from benchmarks.measure import WARMUP
+from benchmarks.peers.modes import modes_of
+from benchmarks.programs import Failed, OutOfMemory, Skipped
 from benchmarks.workers import Workers
 
 OURS = "benchmarks/step.py"
 TURNS = "ours", "peer", "peer", "ours"
 # What each needs in its environment. Megatron-core relies on one work queue, which keeps kernels in the order of their
 # launch; minitron's pipelined products, and the others' FSDP, need several.
-PEERS = {"megatron": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "torchtitan": {}, "huggingface": {}}
+# UB_SKIPMC: its user buffers without NVLink multicast, which not every machine has.
+PEERS = {"megatron": {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "UB_SKIPMC": "1"}, "torchtitan": {}, "huggingface": {}}
 BF16_TUNERS = {"huggingface"}
+THOUSANDTHS = "ratio", "spread", "ratio_without_head"
+REPLAYS = 50  # timed, at least, of a peer's graph
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -83,37 +93,79 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def compare(case: Case, fp8: str, args: argparse.Namespace, workers: Workers) -> dict:
-    """Both sides' figures, their ratio and its spread. Raises Skipped or Failed."""
-    programs = {"ours": (OURS, {}), "peer": (f"benchmarks/peers/{args.peer}.py", PEERS[args.peer])}
-    runs: dict[str, list[dict]] = {side: [] for side in programs}
-    for side in TURNS:
-        program, environment = programs[side]
-        of_side = CASES[case.peer] if side == "peer" and case.peer else case
-        has = "none" if side == "peer" and args.peer in BF16_TUNERS and case.tunes else fp8
-        options = ["--steps", str(args.steps)] + ["--no-floor"] * (side == "ours" and bool(runs["ours"]))
-        run = program, [*of_side.arguments(has), *options], case.gpus, args.timeout, environment
-        workers.start(" ".join((program, *run[1])), *run)
+    """Both sides' figures, their ratio and its spread; without these if the peer is out of memory in every mode. Raises
+    Skipped or Failed."""
+    peers_case = CASES[case.peer] if case.peer else case
+    runs: dict[str, list[dict]] = {"ours": [], "peer": []}
+
+    def run(side: str, steps: int, mode: str | None) -> dict:
+        if side == "ours":
+            program, environment = OURS, {}
+            arguments = case.arguments(fp8) + ["--no-floor"] * bool(runs["ours"])
+        else:
+            program, environment = f"benchmarks/peers/{args.peer}.py", PEERS[args.peer]
+            arguments = peers_case.arguments("none" if args.peer in BF16_TUNERS and case.tunes else fp8)
+            arguments += ["--mode", mode] if mode else []
+        arguments += ["--steps", str(steps)]
+        workers.start(" ".join((program, *arguments)), program, arguments, case.gpus, args.timeout, environment)
         _, figures = workers.next()
         if isinstance(figures, Exception):
             raise figures
-        runs[side].append(figures)
+        return figures
+
+    tried = try_modes(peers_case, run, args.steps) if args.peer == "megatron" else {}
+    seconds = {mode: found for mode, found in tried.items() if isinstance(found, float)}
+    mode = min(seconds, key=lambda name: seconds[name], default=None)
+    steps = max(args.steps, WARMUP + REPLAYS) if mode and "graph" in mode else args.steps
+    result: dict = {"fp8": fp8, "mode": mode, "modes": tried, "ratio": None}
+    for side in TURNS:
+        try:
+            runs[side].append(run(side, steps, mode))
+        except OutOfMemory as error:
+            if side == "ours":
+                raise
+            result |= {"peer_mfu": None, "peer_gib": error.gib, "peer_figures": None}
+            return result | side_of(case, "ours", runs)
     ratios = [ours["tflops"] / peer["tflops"] for ours, peer in zip(runs["ours"], runs["peer"])]
-    both = {side: mean_of(figures) for side, figures in runs.items()}
-    ours, peer = both["ours"], both["peer"]
-    weights = {f"{side}_mfu_weights": figures["mfu_weights"] for side, figures in both.items()} if case.tunes else {}
-    return {
-        **weights,
-        "ours_mfu": ours["mfu_full"],
-        "peer_mfu": peer["mfu_full"],
+    result |= side_of(case, "ours", runs) | side_of(case, "peer", runs)
+    return result | {
         "ratio": mean(ratios),
+        "ratio_without_head": without_head(case, result["ours"], result["peer_figures"]),
         "spread": (max(ratios) - min(ratios)) / 2,
-        "ours_gib": ours["peak_gib"],
-        "peer_gib": peer["peak_gib"],
-        "fp8": fp8,
-        "ours": ours,
-        "peer_figures": peer,
         "step_seconds": {side: [run["step_seconds"] for run in figures] for side, figures in runs.items()},
     }
+
+
+def side_of(case: Case, side: str, runs: dict[str, list[dict]]) -> dict:
+    """A side's part of the record."""
+    figures = mean_of(runs[side])
+    part = {f"{side}_mfu": figures["mfu_full"], f"{side}_gib": figures["peak_gib"]}
+    part |= {f"{side}_mfu_weights": figures["mfu_weights"]} if case.tunes else {}
+    return part | {"ours" if side == "ours" else "peer_figures": figures}
+
+
+def try_modes(case: Case, run: Callable[..., dict], steps: int) -> dict[str, float | str]:
+    """Seconds of a step in each of the peer's modes, or the last line of its error; without memory also with the other
+    loss. Raises Skipped."""
+    tried: dict[str, float | str] = {}
+    for name in modes_of(case.size("tp"), case.size("cp")):
+        for mode in (name, f"{name}+native-loss"):
+            try:
+                tried[mode] = run("peer", steps, mode)["step_seconds"]
+            except Failed as error:
+                tried[mode] = "out of memory" if isinstance(error, OutOfMemory) else str(error).splitlines()[-1][:200]
+            if tried[mode] != "out of memory":
+                break
+    return tried
+
+
+def without_head(case: Case, ours: dict, peer: dict) -> float | None:
+    """The ratio of the sides' times without what the products of the head take alone; None in pipelines, where one rank
+    has them, and where the peer runs another case."""
+    head = ours.get("floor_head_seconds")
+    if head is None or case.peer or case.size("pp") > 1:
+        return None
+    return (peer["step_seconds"] - head) / (ours["step_seconds"] - head)
 
 
 def mean_of(runs: list[dict]) -> dict:
@@ -125,19 +177,16 @@ def mean_of(runs: list[dict]) -> dict:
 
 
 def line(result: dict) -> str:
-    """The one line of a case; MFU is nan where the device's peak is not known."""
-    mfu = {side: math.nan if result[side] is None else result[side] for side in ("ours_mfu", "peer_mfu")}
-    more = [
-        f" {key}={result[key]:.2f}" for key in ("ours_mfu_weights", "peer_mfu_weights") if result.get(key) is not None
+    """The one line of a case; a figure is nan where it is not known, as MFU is on a device of unknown peak."""
+    names = ["ours_mfu", "peer_mfu", "ratio", "spread", "ours_gib", "peer_gib"]
+    names += [name for name in ("ratio_without_head", "ours_mfu_weights", "peer_mfu_weights") if result.get(name)]
+    figures = [
+        f"{name}={math.nan if (value := result.get(name)) is None else value:.{3 if name in THOUSANDTHS else 2}f}"
+        for name in names
     ]
-    return "".join(
-        [
-            f"case={result['case']} ours_mfu={mfu['ours_mfu']:.2f} peer_mfu={mfu['peer_mfu']:.2f} "
-            f"ratio={result['ratio']:.3f} spread={result['spread']:.3f} "
-            f"ours_gib={result['ours_gib']:.2f} peer_gib={result['peer_gib']:.2f}",
-            *more,
-        ]
-    )
+    mode = [f"mode={result['mode']}"] if result.get("mode") else []
+    lacking = [] if result["peer_figures"] else ["peer is out of memory"]
+    return " ".join([f"case={result['case']}", *figures, *mode, *lacking])
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ class Product:
     n: int
     k: int
     fp8: bool = False
+    head: bool = False  # with the vocabulary
 
     @property
     def operations(self) -> float:
@@ -121,7 +122,7 @@ def step_work(trainer: Trainer) -> tuple[Counter[Product], Counter[AttentionCall
     products, calls = Counter(), Counter()
     for chunk in trainer.chunks:
         for layer in (m for m in chunk.modules() if isinstance(m, (ParallelLinear, Head))):
-            shape = (rows, *layer.weight.shape, type(layer.op.gemm) is not Gemm)
+            shape = (rows, *layer.weight.shape, type(layer.op.gemm) is not Gemm, isinstance(layer, Head))
             products.update({Product("forward", *shape): num_mb, Product("input_grad", *shape): num_mb})
             if layer.weight.requires_grad:
                 products.update({Product("first_weight_grad", *shape): 1, Product("weight_grad", *shape): num_mb - 1})
@@ -148,12 +149,14 @@ def _attention_tiles(trainer: Trainer) -> list[tuple[int, int, bool]]:
 def floor_seconds(
     work: tuple[Counter[Product], Counter[AttentionCall]], backend: Backend, dtype: str, device: torch.device
 ) -> dict[str, float]:
-    """Seconds of all products and of all attention calls of a step, each timed alone. Needs the device's memory: drop
-    the trainer first."""
+    """Seconds of all products, of the head's among them and of all attention calls of a step, each timed alone. Needs
+    the device's memory: drop the trainer first."""
     products, calls = work
     dtype = DTYPES[dtype]
+    timed = {p: count * seconds(p.prepare(dtype, device), device) for p, count in products.items()}
     return {
-        "gemm": sum(count * seconds(p.prepare(dtype, device), device) for p, count in products.items()),
+        "gemm": sum(timed.values()),
+        "head": sum(time for p, time in timed.items() if p.head),
         "attention": sum(count * seconds(c.prepare(backend, dtype, device), device) for c, count in calls.items()),
     }
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 
 from benchmarks import record
 
+UNITS = {"G": 1.0, "M": 2.0**-10, "K": 2.0**-20}
 GRACE_SECONDS = 45  # torchrun itself gives its processes 30 to end
 
 
@@ -18,6 +20,14 @@ class Skipped(Exception):
 
 class Failed(Exception):
     """A side broke, or took too long."""
+
+
+class OutOfMemory(Failed):
+    """A side needs more memory than its GPU has. gib: what it had and then asked for; None if torch names none."""
+
+    def __init__(self, message: str, gib: float | None):
+        super().__init__(message)
+        self.gib = gib
 
 
 def launch(command: list[str], timeout: float, environment: dict[str, str]) -> dict:
@@ -49,4 +59,12 @@ def reported(output: str, what: str, status: int) -> dict:
             return json.loads(text.removeprefix("RESULT "))
         if text.startswith("SKIP "):
             raise Skipped(text.removeprefix("SKIP "))
-    raise Failed(f"exit status {status}: {what}\n{output[-3000:]}")
+    message = f"exit status {status}: {what}\n{output[-3000:]}"
+    raise OutOfMemory(message, needed_gib(output)) if "out of memory" in output else Failed(message)
+
+
+def needed_gib(output: str) -> float | None:
+    """What torch had allocated and what it could not allocate, from its message."""
+    found = re.search(r"Tried to allocate ([\d.]+ .)iB.*? ([\d.]+ .)iB is allocated by PyTorch", output, re.DOTALL)
+    sizes = [text.split() for text in found.groups()] if found else []
+    return sum(float(number) * UNITS[unit] for number, unit in sizes) or None

@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> dict:
     if args.floor:
         alone = floor.floor_seconds(work, chosen.attention, cfg.precision.dtype, device)
         result |= {f"floor_{name}_seconds": measure.highest(value, device) for name, value in alone.items()}
-        result["floor_share"] = measure.highest(sum(alone.values()), device) / result["step_seconds"]
+        result["floor_share"] = measure.highest(alone["gemm"] + alone["attention"], device) / result["step_seconds"]
     of_ranks = gathered(shares.shares(kernels) if kernels else {}, mesh)
     if mesh.rank == 0:
         print(description, summary(result), sep="\n")

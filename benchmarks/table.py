@@ -20,6 +20,7 @@ from minitron.planner import style
 
 RESULTS = Path(__file__).parent / "results" / "results.jsonl"
 PEERS = {"megatron": "Megatron-core", "huggingface": "Hugging Face", "torchtitan": "torchtitan"}
+PACKAGES = {"megatron": "megatron-core", "huggingface": "transformers", "torchtitan": "torchtitan"}
 COLORS = dict(zip(("ours", *PEERS), (style.BLUE, style.GREY, style.GOLD, style.GREEN)))
 FLOORS = {True: style.INK, False: style.RED}  # colour of the mark, by whether attention is counted
 FLOOR_WORDS = {
@@ -34,26 +35,27 @@ def records(path: Path) -> list[dict]:
 
 
 def newest(path: Path) -> list[dict]:
-    """The last comparison of each case and peer, in the order of their first. Raises ValueError if there is none."""
-    found = {(entry["case"], entry["peer"]): entry for entry in records(path) if entry["kind"] == "compare"}
+    """The last comparison of each case, peer and GPU, H100's first, else in the order of their first. Raises ValueError
+    if there is none."""
+    found = {(e["case"], e["peer"], e["gpu"]): e for e in records(path) if e["kind"] == "compare"}
     if not found:
         raise ValueError(f"{path} has no record of kind compare; run benchmarks/compare.py first")
-    return list(found.values())
+    return sorted(found.values(), key=lambda e: "H100" not in (e["gpu"] or ""))
 
 
 def markdown(entries: list[dict]) -> str:
     """One row per case, and below it what machine and versions the rows came from."""
     lines = [
-        "| case | minitron MFU | peer MFU | ratio | minitron GiB | peer GiB | peer |",
-        "|---|---|---|---|---|---|---|",
+        "| case | GPU | minitron MFU | peer MFU | ratio | without the head | minitron GiB | peer GiB | peer |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for e in entries:
         ours, peer = (_percent(e[f"{who}_mfu"], e.get(f"{who}_mfu_weights")) for who in ("ours", "peer"))
-        ratio = f"{e['ratio']:.3f}" + (f" ± {e['spread']:.3f}" if "spread" in e else "")
-        name = e["peer"] if e["fp8"] == "none" or e["peer"] == "megatron" else f"{e['peer']}, in bf16"
-        lines.append(
-            f"| {e['case']} | {ours} | {peer} | {ratio} | {e['ours_gib']:.1f} | {e['peer_gib']:.1f} | {name} |"
-        )
+        ratio = _ratio(e["ratio"]) + (f" ± {e['spread']:.3f}" if "spread" in e else "")
+        cells = [e["case"], gpu_of(e), ours, peer if e["peer_figures"] else "out of memory", ratio]
+        gib = ["unknown" if e[key] is None else f"{e[key]:.1f}" for key in ("ours_gib", "peer_gib")]
+        cells += [_ratio(e.get("ratio_without_head")), *gib, peer_of(e)]
+        lines.append(f"| {' | '.join(cells)} |")
     if any("ours_mfu_weights" in e for e in entries):
         lines += ["", "In parentheses: without attention scores, as the documents of fine-tuning count."]
     origins = {}
@@ -65,6 +67,22 @@ def markdown(entries: list[dict]) -> str:
     return "\n".join([*lines, "", *origins]) + "\n"
 
 
+def gpu_of(entry: dict) -> str:
+    return (entry["gpu"] or "CPU").removeprefix("NVIDIA ").removesuffix(" 80GB HBM3")
+
+
+def peer_of(entry: dict) -> str:
+    """The peer's version and mode, and its number format where it is not ours."""
+    in_bf16 = ["in bf16"] if precision_of(entry, "ours") != precision_of(entry, "peer") else []
+    version = entry.get("versions", {}).get(PACKAGES[entry["peer"]])
+    mode = entry.get("mode") or ("eager" if entry["peer"] == "megatron" else None)
+    return ", ".join(filter(None, [f"{PEERS[entry['peer']]} {version or ''}".strip(), mode, *in_bf16]))
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
 def _percent(mfu: float | None, without_scores: float | None) -> str:
     shown = "unknown" if mfu is None else f"{mfu:.1f} %"
     return shown if without_scores is None else f"{shown} ({without_scores:.1f})"
@@ -72,6 +90,8 @@ def _percent(mfu: float | None, without_scores: float | None) -> str:
 
 WORDS = (
     (r"8b", "Llama 3 8B"),
+    (r"1b", "Llama 3.2 1B"),
+    (r"gpt2", "GPT-2 124M"),
     (r"70b", "Llama 3.1 70B"),
     (r"175b", "GPT-3 175B"),
     (r"(\d+)layers", r"\1 layers"),
@@ -82,7 +102,7 @@ WORDS = (
     (r"uneven", "uneven stages"),
     (r"1f1b|zb-h1", "schedule \\g<0>"),
     (r"fp8head", "our head in FP8"),
-    (r"(bf16|fp8|\d+gpu)", ""),
+    (r"(bf16|fp8|\d+gpu|124m)", ""),
 )
 
 
@@ -99,7 +119,7 @@ def in_words(case: str) -> str:
     known = CASES.get(re.sub("-(bf16|fp8)$", "", case))
     layers = [key.split("=")[1] for key in known.overrides if key.startswith("model.num_layers=")] if known else []
     words += [f"{count} layers" for count in layers]  # a model with fewer than its name says is no small matter
-    models = [word for word in words if word in ("Llama 3 8B", "Llama 3.1 70B", "GPT-3 175B")]
+    models = [word for word in words if word.startswith(("Llama", "GPT"))]
     return ", ".join(dict.fromkeys([*models, *filter(None, words)]))
 
 
@@ -120,7 +140,7 @@ def floor_share(entry: dict, who: str, entries: list[dict]) -> tuple[float | Non
     case = CASES.get(name)
     peers = f"{case and case.peer or name}-{precision_of(entry, who).lower()}"
     if who == "peer" and peers != entry["case"]:
-        found = [e for e in entries if e["case"] == peers and e["peer"] == entry["peer"]]
+        found = [e for e in entries if (e["case"], e["peer"], e["gpu"]) == (peers, entry["peer"], entry["gpu"])]
     packed = case is not None and case.tunes and "data.separate_documents=false" not in case.overrides
     floors = found[0]["ours"] if found else {}
     if "floor_gemm_seconds" not in floors:
@@ -130,10 +150,13 @@ def floor_share(entry: dict, who: str, entries: list[dict]) -> tuple[float | Non
 
 
 def groups(entries: list[dict]) -> list[tuple[str, list[dict]]]:
-    """What is compared alike, under one heading that says each side's precision; the largest lead first."""
+    """What is compared alike, under one heading that has the GPU and each side's precision; H100 and then the largest
+    lead first. Without peers that were out of memory."""
     found: dict[str, list[dict]] = {}
-    for e in sorted(entries, key=lambda e: (list(PEERS).index(e["peer"]), e["fp8"] != "none", -e["ratio"])):
-        heading = f"minitron in {precision_of(e, 'ours')}, {PEERS[e['peer']]} in {precision_of(e, 'peer')}"
+    both = sorted((e for e in entries if e["peer_figures"]), key=lambda e: (e["fp8"] != "none", -e["ratio"]))
+    for e in sorted(both, key=lambda e: ("H100" not in gpu_of(e), gpu_of(e), list(PEERS).index(e["peer"]))):
+        sides = f"minitron {precision_of(e, 'ours')}, {PEERS[e['peer']]} {precision_of(e, 'peer')}"
+        heading = f"{gpu_of(e)}: {sides}"
         found.setdefault(heading, []).append(e)
     return list(found.items())
 

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -38,6 +39,7 @@ from minitron.runtime.environment import DEFAULTS
 FORK = multiprocessing.get_context("fork")
 LOADED_LATE = "minitron.kernels.fp8_te", "minitron.kernels.fused"
 PROBE_SECONDS, POLL_SECONDS = 60, 0.05
+PORT_TAKEN, TRIES = "EADDRINUSE", 3  # what torch's store writes of a port that was free when it was chosen
 
 
 @dataclass
@@ -50,6 +52,7 @@ class Child:
     output: Path
     begun: float
     ends: float
+    again: Callable[[], None] | None
 
     @property
     def seconds(self) -> float:
@@ -94,8 +97,10 @@ class Workers:
         gpus: int,
         seconds: float,
         environment: Mapping[str, str] = MappingProxyType({}),
+        tries: int = TRIES,
     ) -> None:
-        """Run a program of this folder with `gpus` of the free GPUs, on each as a rank, with torchrun's variables."""
+        """Run a program of this folder with `gpus` of the free GPUs, on each as a rank, with torchrun's variables. One
+        whose port is taken between its choice and its use is run again, `tries` times in all."""
         mine, self.free = self.free[:gpus], self.free[gpus:]
         output = Path(self._folder.name) / f"{time.monotonic_ns()}.txt"
         job = {} if mine[0] is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, mine))}
@@ -107,7 +112,10 @@ class Workers:
             processes.append(FORK.Process(target=enter, args=(*options, self.fresh), daemon=True))
             processes[-1].start()
         now = time.monotonic()
-        self.children.append(Child(task, processes, mine, output, now, now + seconds))
+        again = (
+            partial(self.start, task, program, arguments, gpus, seconds, environment, tries - 1) if tries > 1 else None
+        )
+        self.children.append(Child(task, processes, mine, output, now, now + seconds, again))
 
     def next(self) -> tuple[Child, dict | Exception]:
         """Wait for one to end; return it with its figures, or with why there are none."""
@@ -120,6 +128,9 @@ class Workers:
         self.free += child.gpus
         text = child.output.read_text(encoding="utf-8", errors="replace") if child.output.exists() else ""
         status = next((p.exitcode for p in child.processes if p.exitcode), 0)
+        if status and PORT_TAKEN in text and child.again:
+            child.again()
+            return self.next()
         try:
             return child, reported(text, str(child.task), status)
         except (Failed, Skipped) as error:

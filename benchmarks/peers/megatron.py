@@ -3,15 +3,22 @@
 It reads minitron's configuration, so the model, the layout and the batch are the same, and it is set up the way its
 own users run it fast: Transformer Engine layers with fused weight-gradient accumulation, a sharded optimizer with
 float32 gradients and both of its collectives overlapped, interleaved pipeline messages overlapped, fused rotary
-positions and loss. Prints figures by minitron's counting. NVIDIA's apex is not assumed: only the head, which is
-Megatron's own layer and not Transformer Engine's, would use it, for its weight gradient.
+positions and loss. `--mode` chooses among the ways of modes.py. Prints figures by minitron's counting. NVIDIA's apex is
+not assumed: only the head, which is Megatron's own layer and not Transformer Engine's, would use it, for its weight
+gradient.
+
+Its graph holds forward and backward of all microbatches and the reduction of gradients. Before it the gradients are
+set to zero, after it comes the optimizer's step; minitron's graphs also leave the update out.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import measure
+from benchmarks.peers.modes import settings
 from minitron.comm.mesh import Mesh
 from minitron.config import cli, rules
 from minitron.config.schema import Config
@@ -33,8 +41,8 @@ from minitron.pretrain import build_data
 from minitron.train import build
 
 try:
-    import transformer_engine.pytorch  # noqa: F401  Megatron-core imports without it, and then fails later
-    from megatron.core import parallel_state
+    import transformer_engine.pytorch as te  # Megatron-core imports without it, and then fails later
+    from megatron.core import full_cuda_graph, parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.enums import ModelType
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
@@ -56,20 +64,30 @@ FP8 = {
     "current": dict(fp8="hybrid", fp8_recipe="tensorwise"),
     "block": dict(fp8="e4m3", fp8_recipe="blockwise"),
 }
+GRAPH_WARM_UP = 3  # eager steps before the recorded one
 
 
 def main(argv: list[str] | None = None) -> None:
-    cfg, args = measure.arguments(__doc__, argv)
+    cfg, args = measure.arguments(__doc__, argv, add_options)
     world, (device, capability) = int(os.environ["WORLD_SIZE"]), measure.choose_device()
     if capability is None:
         raise measure.skip("Megatron-core needs GPUs")
     with cli.user_errors():
         rules.check(cfg, world, capability)
         measure.check_translated(cfg, "Megatron-core")
+        chosen = settings(args.mode)
     dist.init_process_group("nccl", device_id=device)
-    step = make_step(cfg, start(cfg), world)
-    measure.report(measure.figures(cfg, measure.median_seconds(step, args.steps, device), world, device))
+    config = start(cfg, chosen)
+    step, graph = make_step(cfg, config), is_replayed(config)
+    for i in range(GRAPH_WARM_UP + 1 if graph else 0):
+        step(i)
+    seconds = measure.median_seconds(step, args.steps, device)
+    measure.report(measure.figures(cfg, seconds, world, device) | {"graph": graph})
     dist.destroy_process_group()
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--mode", default="eager", help="parts of peers/modes.py, joined by + (default eager)")
 
 
 def losses(cfg: Config, device: torch.device) -> list[float]:
@@ -97,21 +115,35 @@ def losses(cfg: Config, device: torch.device) -> list[float]:
         lr = learning_rate(o, t, consumed)
         for group in optimizer.param_groups:
             group["lr"], group["weight_decay"] = lr, o.weight_decay * group["wd_mult"]
-        made = run_step(cfg, chunks, optimizer, forward, iter(batches), len(batches))
+        made = run_step(cfg, chunks, optimizer, forward, iter(batches), get_forward_backward_func())
         figures.append(torch.stack([each["loss"] for each in made]).mean())
     loader.close()
     dist.destroy_process_group()
     return torch.stack(figures).tolist()
 
 
-def start(cfg: Config) -> TransformerConfig:
-    """Make Megatron-core's process groups and its configuration. Collective over the world."""
+def start(cfg: Config, chosen: dict | None = None) -> TransformerConfig:
+    """Make Megatron-core's process groups and its configuration, with a mode's settings. Collective over the world."""
     p = cfg.parallel
     parallel_state.initialize_model_parallel(p.tp, p.pp, virtual(cfg), context_parallel_size=p.cp)
-    model_parallel_cuda_manual_seed(cfg.train.seed)
+    config = transformer_config(cfg, chosen or {})
+    recorded = {"te_rng_tracker": True, "use_cudagraphable_rng": True} if is_replayed(config) else {}
+    model_parallel_cuda_manual_seed(cfg.train.seed, **recorded)
+    if config.tp_comm_overlap:
+        modes = te.module.base.UserBufferQuantizationMode
+        te.module.base.initialize_ub(
+            [cfg.train.seq_len // p.cp * cfg.train.micro_batch_size, cfg.model.hidden_size],
+            p.tp,
+            quantization_modes=[modes.NONE if cfg.precision.fp8 == "none" else modes.FP8],
+            bootstrap_backend="nccl",
+        )
     # Off without apex, and then Transformer Engine, which needs none, would not accumulate inside its GEMMs either.
     tensor_parallel_layers._grad_accum_fusion_available = True
-    return transformer_config(cfg)
+    return config
+
+
+def is_replayed(config: TransformerConfig) -> bool:
+    return config.cuda_graph_impl == "full_iteration"
 
 
 def virtual(cfg: Config) -> int | None:
@@ -123,8 +155,9 @@ def mean_loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return mean, {"loss": mean.detach()}
 
 
-def transformer_config(cfg: Config) -> TransformerConfig:
+def transformer_config(cfg: Config, chosen: dict) -> TransformerConfig:
     m, p, llama = cfg.model, cfg.parallel, cfg.model.family == "llama"
+    chosen = {"cross_entropy_fusion_impl": "te"} | FP8[cfg.precision.fp8] | chosen
     return TransformerConfig(
         num_layers=m.num_layers,
         hidden_size=m.hidden_size,
@@ -157,10 +190,9 @@ def transformer_config(cfg: Config) -> TransformerConfig:
         persist_layer_norm=True,
         apply_rope_fusion=m.positions == "rope",
         cross_entropy_loss_fusion=True,
-        cross_entropy_fusion_impl="te",
         gradient_accumulation_fusion=True,
         pipeline_model_parallel_layout=_stages(p.layers_per_stage),
-        **FP8[cfg.precision.fp8],
+        **chosen,
     )
 
 
@@ -212,7 +244,14 @@ def make_chunks(
         average_in_collective=True,
         check_for_nan_in_grad=False,
     )
-    return [DistributedDataParallel(config, options, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
+    torch.cuda.synchronize()
+    stream = torch.cuda.stream(full_cuda_graph.get_shared_capture_stream()) if is_replayed(config) else nullcontext()
+    with stream:  # whose hooks are recorded
+        made = [
+            DistributedDataParallel(config, options, each, disable_bucketing=i > 0) for i, each in enumerate(chunks)
+        ]
+    torch.cuda.synchronize()
+    return made
 
 
 def make_optimizer(cfg: Config, config: TransformerConfig, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:
@@ -243,7 +282,7 @@ def make_optimizer(cfg: Config, config: TransformerConfig, chunks: list[Distribu
     return optimizer
 
 
-def make_step(cfg: Config, config: TransformerConfig, world: int):
+def make_step(cfg: Config, config: TransformerConfig):
     """step(i): forward, backward and update on random tokens that stay on the GPU."""
     m, t = cfg.model, cfg.train
     chunks = make_chunks(cfg, config)
@@ -255,20 +294,24 @@ def make_step(cfg: Config, config: TransformerConfig, world: int):
     def forward(_, chunk):
         return chunk(tokens, positions, None, labels=labels), mean_loss
 
-    given = [None] * len(chunks) if virtual(cfg) else None
-    return lambda _: run_step(cfg, chunks, optimizer, forward, given, cfg.num_microbatches(cfg.dp(world)))
+    schedule, given = get_forward_backward_func(), [repeat({}) for _ in chunks]  # the graph's wrapper reads dicts
+    if is_replayed(config):
+        schedule = full_cuda_graph.FullCudaGraphWrapper(schedule, cuda_graph_warmup_steps=GRAPH_WARM_UP)
+    return lambda _: run_step(cfg, chunks, optimizer, forward, given, schedule)
 
 
-def run_step(cfg: Config, chunks: list, optimizer: MegatronOptimizer, forward: Callable, given: Any, microbatches: int):
+def run_step(
+    cfg: Config, chunks: list, optimizer: MegatronOptimizer, forward: Callable, given: Any, schedule: Callable
+) -> list[dict[str, Tensor]]:
     """Forward and backward of all microbatches, and the update; returns what mean_loss said of each."""
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    made = get_forward_backward_func()(
+    made = schedule(
         forward_step_func=forward,
         data_iterator=given,
         model=chunks if virtual(cfg) else chunks[0],
-        num_microbatches=microbatches,
+        num_microbatches=cfg.num_microbatches(cfg.dp(dist.get_world_size())),
         seq_length=cfg.train.seq_len,
         micro_batch_size=cfg.train.micro_batch_size,
         forward_only=False,

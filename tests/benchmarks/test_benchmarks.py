@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend
 
 from benchmarks import (
+    calibration,
     ceilings,
     checkpoint,
     compare,
@@ -40,6 +41,7 @@ from benchmarks import (
     workers,
 )
 from benchmarks.cases import CASES, FP8_RECIPES
+from benchmarks.peers import modes
 from minitron.comm.mesh import Mesh
 from minitron.config import cli, flops, rules
 from minitron.config.sizes import stage_layers
@@ -98,6 +100,8 @@ def test_the_floor_of_all_ranks_has_the_operations_of_the_step(world, layout):
     products = sum(p.operations * count for part, _ in work for p, count in part.items())
     # `flops` counts four products of the backward; a kernel that keeps no scores computes them again, a fifth.
     scores = sum(c.operations * count for _, part in work for c, count in part.items()) * 12 / 14
+    heads = {p.n for part, _ in work for p in part if p.head}
+    assert heads == {cfg.model.padded_vocab_size // cfg.parallel.tp}
     shape, t = cfg.model, cfg.train
     assert scores == pytest.approx(
         t.global_batch_size * (flops.full(shape, t.seq_len) - flops.causal(shape, t.seq_len))
@@ -307,6 +311,7 @@ def test_comparisons_are_printed_and_recorded(option, name, monkeypatch, tmp_pat
     peer = {"mfu_full": 60.0, "tflops": 600.0, "peak_gib": 110.0, "step_seconds": 1.1, "world": 1}
     slower = {"mfu_full": 63.0, "tflops": 630.0, "peak_gib": 101.0, "step_seconds": 1.05, "world": 1}  # as it gets warm
     turns = [("ours", ours), ("peer", peer), ("peer", peer), ("ours", slower)]
+    turns = [("peer", peer)] * (2 if name == "megatron" else 0) + turns  # first each of its modes
     launched = []
 
     def run(program, arguments, gpus, environment):
@@ -316,15 +321,17 @@ def test_comparisons_are_printed_and_recorded(option, name, monkeypatch, tmp_pat
         is_peer = program == f"benchmarks/peers/{name}.py"
         assert ("CUDA_DEVICE_MAX_CONNECTIONS" in environment) == (is_peer and name == "megatron") and gpus == 1
         side, figures = turns[len(launched) - 1]
-        assert is_peer == (side == "peer") and ("--no-floor" in arguments) == (len(launched) == 4)
+        assert is_peer == (side == "peer") and ("--no-floor" in arguments) == (len(launched) == len(turns))
         return figures
 
     monkeypatch.setattr(compare, "Workers", lambda: FakeWorkers(run, gpus=1))
     path = tmp_path / "results.jsonl"
     argv = ["8b-1gpu", "70b-tp4", *option, "--precision", "bf16", "fp8", "--results", str(path), "--commit", "abc"]
-    assert compare.main(argv) == 1 and len(launched) == 5
+    assert compare.main(argv) == 1 and len(launched) == len(turns) + (3 if name == "megatron" else 1)
+    mode = " mode=eager" if name == "megatron" else ""
+    figures = "ours_mfu=64.50 peer_mfu=60.00 ratio=1.075 spread=0.025 ours_gib=101.00 peer_gib=110.00"
     assert capsys.readouterr().out.splitlines() == [
-        "case=8b-1gpu-bf16 ours_mfu=64.50 peer_mfu=60.00 ratio=1.075 spread=0.025 ours_gib=101.00 peer_gib=110.00",
+        f"case=8b-1gpu-bf16 {figures}{mode}",
         "case=8b-1gpu-fp8 failed: it broke",
         "case=70b-tp4-bf16 skipped: needs 4 GPUs, there are 1",
         "case=70b-tp4-fp8 skipped: needs 4 GPUs, there are 1",
@@ -344,6 +351,100 @@ def test_comparisons_are_printed_and_recorded(option, name, monkeypatch, tmp_pat
     assert {"gpu", "power_limit_watts", "command"} <= entry.keys()
     assert entry["versions"]["torch"] == metadata.version("torch")
     assert {"cuda", "triton", "transformer_engine", "megatron-core", "torchtitan"} <= entry["versions"].keys()
+
+
+SIDE = {"mfu_full": 60.0, "tflops": 600.0, "peak_gib": 70.0, "step_seconds": 1.0, "world": 1}
+NO_MEMORY = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of 79.11 GiB "
+    "of which 1.00 MiB is free. Of the allocated memory 75.50 GiB is allocated by PyTorch, and 1 GiB is reserved"
+)
+
+
+def compared_in_modes(case, seconds, monkeypatch, tmp_path):
+    """The record of a case whose peer takes so long in each mode, or raises; and (side, mode, steps) of each run."""
+    launched = []
+
+    def run(program, arguments, gpus, environment):
+        mode = arguments[arguments.index("--mode") + 1] if "--mode" in arguments else "eager"
+        side = "ours" if program == compare.OURS else "peer"
+        launched.append((side, mode, int(arguments[-1])))
+        found = 1.0 if side == "ours" else seconds[mode]
+        floors = {"floor_head_seconds": 0.25, "graph": True} if side == "ours" else {}
+        return found if isinstance(found, Exception) else SIDE | floors | {"step_seconds": found}
+
+    monkeypatch.setattr(compare, "Workers", lambda: FakeWorkers(run, gpus=2))
+    path = tmp_path / "results.jsonl"
+    assert compare.main([case, "--steps", "8", "--results", str(path)]) == 0
+    return json.loads(path.read_text()), launched
+
+
+def test_a_peer_runs_in_the_fastest_of_its_modes(monkeypatch, tmp_path):
+    """Each mode of the layout once, errors on record; a graph is replayed 50 times, and so is our step."""
+    seconds = {
+        "eager": 1.5,
+        "graph": 1.25,
+        "tp-overlap": programs.Failed("it hung\nno multicast"),
+        "graph+tp-overlap": 2.0,
+    }
+    row, launched = compared_in_modes("2gpu-70b-4layers-tp2", seconds, monkeypatch, tmp_path)
+    assert launched[:4] == [("peer", mode, 8) for mode in seconds]
+    assert [(side, mode) for side, mode, _ in launched[4:] if side == "peer"] == [("peer", "graph")] * 2
+    assert {steps - measure.WARMUP for _, _, steps in launched[4:]} == {50} and len(launched) == 8
+    assert row["mode"] == "graph" and row["modes"] == seconds | {"tp-overlap": "no multicast"}
+    assert row["ratio_without_head"] == pytest.approx((1.25 - 0.25) / (1.0 - 0.25)) and row["ours"]["graph"]
+
+
+def test_a_mode_without_memory_is_tried_with_the_other_loss(monkeypatch, tmp_path):
+    full = programs.OutOfMemory("it is full", 76.0)
+    seconds = {"eager": full, "eager+native-loss": 1.5, "graph": full, "graph+native-loss": full}
+    row, launched = compared_in_modes("8b-1gpu", seconds, monkeypatch, tmp_path)
+    assert [mode for side, mode, _ in launched if side == "peer"] == [*seconds, *["eager+native-loss"] * 2]
+    assert row["ratio"] == pytest.approx(1.0) and row["modes"]["graph"] == "out of memory"
+
+
+def test_a_peer_without_memory_has_a_row_with_both_figures(monkeypatch, tmp_path, capsys):
+    with pytest.raises(programs.OutOfMemory) as full:
+        programs.reported(NO_MEMORY, "peer", 1)
+    assert full.value.gib == 76.0
+    seconds = dict.fromkeys(("eager", "eager+native-loss", "graph", "graph+native-loss"), full.value)
+    row, _ = compared_in_modes("8b-1gpu", seconds, monkeypatch, tmp_path)
+    assert (row["ours_gib"], row["peer_gib"], row["ratio"], row["peer_figures"]) == (70.0, 76.0, None, None)
+    assert re.search("ours_gib=70.00 peer_gib=76.00 .*out of memory", capsys.readouterr().out)
+    other = compared("8b-1gpu-bf16", "huggingface", "none", 500.0, 480.0) | {"gpu": row["gpu"]}
+    assert [e for _, found in table.groups([row, other]) for e in found] == [other]
+    assert re.search(r"out of memory \|  \|  \| 70.0 \| 76.0 \| Megatron-core", table.markdown([row]))
+    assert calibration.own_rows(tmp_path / "results.jsonl") == []  # of a CPU
+    row["gpu"] = "NVIDIA H100 80GB HBM3"
+    (tmp_path / "results.jsonl").write_text(json.dumps(row))
+    assert [own.software for own in calibration.own_rows(tmp_path / "results.jsonl")] == ["minitron"]
+
+
+def test_modes_are_sums_of_parts():
+    assert modes.settings("graph+native-loss") == modes.PARTS["graph"] | modes.PARTS["native-loss"]
+    assert modes.settings("eager") == {} and len(modes.modes_of(2, 2)) == len({*modes.modes_of(2, 2)})
+    assert all(modes.settings(mode) is not None for mode in modes.modes_of(2, 2))
+    with pytest.raises(ValueError, match="graphs"):
+        modes.settings("eager+graphs")
+
+
+@pytest.mark.parametrize("taken, ports", [(1, 2), (9, workers.TRIES)])
+def test_a_port_that_was_taken_is_chosen_again(taken, ports, monkeypatch):
+    """Between choice and use another program took it; but not for ever."""
+    chosen = iter(range(1, 99))
+    monkeypatch.setattr(workers, "free_port", lambda: next(chosen))
+
+    def main(arguments):
+        if int(os.environ["MASTER_PORT"]) <= taken:
+            raise SystemExit(f"RuntimeError: code: -98, name: EADDRINUSE, port {os.environ['MASTER_PORT']}")
+        print('RESULT {"port": ' + os.environ["MASTER_PORT"] + "}")
+
+    monkeypatch.setattr(step, "main", main)
+    with workers.Workers(1) as one:
+        one.start("task", compare.OURS, [], 1, 60.0)
+        child, result = one.next()
+        assert child.task == "task" and one.free == [None] and not one.children
+    assert next(chosen) == ports + 1
+    assert result == {"port": 2} if taken == 1 else isinstance(result, programs.Failed)
 
 
 def test_a_measurement_does_not_outlive_what_started_it(monkeypatch):
@@ -368,6 +469,7 @@ def test_a_peer_without_the_schedule_runs_its_fastest_layout(monkeypatch, tmp_pa
 
     monkeypatch.setattr(compare, "Workers", lambda: FakeWorkers(run, gpus=2))
     assert compare.main(["2gpu-8b-16layers-pp2-zb-h1", "--results", str(tmp_path / "results.jsonl")]) == 0
+    launched = launched[2:]  # after its modes
     assert [("parallel.schedule=zb-h1" in command, "parallel.vp=2" in command) for command in launched] == [
         (True, False),
         (False, True),
@@ -389,7 +491,7 @@ def test_a_peer_without_the_number_format_runs_the_fastest_that_it_has(monkeypat
     monkeypatch.setattr(compare, "Workers", lambda: FakeWorkers(run, gpus=1))
     options = ["--precision", "bf16", "fp8", "--results", str(tmp_path / "results.jsonl")]
     assert compare.main(["8b-1gpu-fp8head", *options]) == 0
-    assert launched[:2] == [(compare.OURS, True, True), ("benchmarks/peers/megatron.py", False, True)]
+    assert launched[2:4] == [(compare.OURS, True, True), ("benchmarks/peers/megatron.py", False, True)]
     skipped, compared = capsys.readouterr().out.splitlines()
     assert skipped == "case=8b-1gpu-fp8head-bf16 skipped: its head is in FP8; use --precision fp8"
     assert compared.startswith("case=8b-1gpu-fp8head-fp8 ours_mfu=60.00")
@@ -416,6 +518,7 @@ def test_two_ranks_of_our_side_really_run():
     assert averaged["step_seconds"] == (both[0]["step_seconds"] + both[1]["step_seconds"]) / 2
     figures = both[0]
     assert figures["world"] == 2 and figures["step_seconds"] > 0
+    assert both[0]["floor_gemm_seconds"] > both[0]["floor_head_seconds"] > 0
     both = {
         "ours": figures,
         "peer_figures": figures,
@@ -455,10 +558,14 @@ def test_the_table_shows_the_newest_record_of_each_case(tmp_path, capsys):
     assert table.main(["--results", str(args.results)]) == 0
     text = (tmp_path / "compare.md").read_text()
     assert (
-        "| a | 66.0 % | 60.0 % | 1.100 ± 0.004 | 100.0 | 110.0 | megatron |\n| b | unknown |" in text
+        re.search(
+            r"\| a \| \w+ \| 66.0 % \| 60.0 % \| 1.100 ± 0.004 \|  \| 100.0 \| 110.0 \| Megatron-core.*\n\| b \|", text
+        )
         and "61.0" not in text
     )
-    assert "| c | 66.0 % (65.0) | 60.0 % (59.0) | 1.100 | 100.0 | 110.0 | huggingface, in bf16 |" in text
+    assert re.search(
+        r"\| c \| \w+ \| 66.0 % \(65.0\) \| 60.0 % \(59.0\) \| 1.100 \|.*\| Hugging Face .*, in bf16 \|", text
+    )
     assert f"torch {metadata.version('torch')}" in text
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
 
@@ -476,6 +583,18 @@ def test_the_table_shows_the_newest_record_of_each_case(tmp_path, capsys):
 )
 def test_a_case_is_drawn_with_its_sizes(case, figures):
     assert [int(figure) for figure in re.findall(r"\d+", table.in_words(case))] == figures
+
+
+def test_rows_are_of_a_case_a_peer_and_a_gpu_and_h100_comes_first(tmp_path):
+    entries = [
+        compared(case, "megatron", "none", 500.0, 400.0) | {"kind": "compare", "gpu": gpu, "n": n}
+        for n, (case, gpu) in enumerate([("a", "NVIDIA H200"), ("a", "NVIDIA H100 80GB HBM3"), ("a", "NVIDIA H200")])
+    ]
+    (tmp_path / "results.jsonl").write_text("\n".join(map(json.dumps, entries)))
+    found = table.newest(tmp_path / "results.jsonl")
+    assert [e["n"] for e in found] == [1, 2]
+    headings = [heading for heading, _ in table.groups(found)]
+    assert [heading.split(":")[0] for heading in headings] == ["H100", "H200"]
 
 
 def test_cases_that_differ_are_drawn_in_other_words():
