@@ -108,13 +108,12 @@ class Workers:
         processes = []
         for rank in range(gpus):
             ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(gpus)}
-            options = program, list(arguments), DEFAULTS | os.environ | environment | job | ranks, output
-            processes.append(FORK.Process(target=enter, args=(*options, self.fresh), daemon=True))
+            entered = program, list(arguments), DEFAULTS | os.environ | environment | job | ranks, output
+            processes.append(FORK.Process(target=enter, args=(*entered, self.fresh), daemon=True))
             processes[-1].start()
         now = time.monotonic()
-        again = (
-            partial(self.start, task, program, arguments, gpus, seconds, environment, tries - 1) if tries > 1 else None
-        )
+        options = task, program, arguments, gpus, seconds, environment, tries - 1
+        again = partial(self.start, *options) if tries > 1 else None
         self.children.append(Child(task, processes, mine, output, now, now + seconds, again))
 
     def next(self) -> tuple[Child, dict | Exception]:

@@ -18,6 +18,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -244,14 +245,13 @@ def make_chunks(
         average_in_collective=True,
         check_for_nan_in_grad=False,
     )
+    wrap = partial(DistributedDataParallel, config, options)
     torch.cuda.synchronize()
-    stream = torch.cuda.stream(full_cuda_graph.get_shared_capture_stream()) if is_replayed(config) else nullcontext()
-    with stream:  # whose hooks are recorded
-        made = [
-            DistributedDataParallel(config, options, each, disable_bucketing=i > 0) for i, each in enumerate(chunks)
-        ]
+    with torch.cuda.stream(full_cuda_graph.get_shared_capture_stream()) if is_replayed(config) else nullcontext():
+        # Hooks of gradients belong to the stream in which they are made.
+        wrapped = [wrap(chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
     torch.cuda.synchronize()
-    return made
+    return wrapped
 
 
 def make_optimizer(cfg: Config, config: TransformerConfig, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:
