@@ -105,7 +105,7 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
 
 def squared_lengths(cfg: Config, samples: Sequence[Sample]) -> float | None:
     """Of a sample's documents, the mean over the first ones; None where a sample is one document."""
-    if not cfg.data.separate_documents:
+    if not cfg.data.separates:
         return None
     some = [samples[i] for i in range(min(len(samples), SAMPLES))]
     return sum(

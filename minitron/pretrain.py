@@ -5,12 +5,13 @@ Without torchrun this is a world of one process; without a configuration it trai
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
 import sys
 import time
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from contextlib import nullcontext
 from datetime import timedelta
@@ -34,7 +35,7 @@ from minitron.comm.collectives import all_reduce_
 from minitron.comm.mesh import Mesh
 from minitron.config import cli, rules
 from minitron.config.batch import consumed_of, trained_after, trained_of
-from minitron.config.schema import Config
+from minitron.config.schema import Config, changed
 from minitron.config.text import shown
 from minitron.data.build import Datasets, build_datasets
 from minitron.data.cache import Cache
@@ -50,6 +51,8 @@ from minitron.runtime.status import RunError, why_it_ended
 from minitron.runtime.stop import Stop
 from minitron.runtime.watch import watched
 from minitron.train import Trainer, build, train
+
+MAX_STEPS = 10**12
 
 
 def main(
@@ -82,7 +85,7 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
 
             options, argv = dryrun.split(argv)
         evaluates = "--evaluate" in argv
-        cfg = cli.configure(description, [arg for arg in argv if arg != "--evaluate"])
+        cfg = cli.configure(description, [arg for arg in argv if arg != "--evaluate"], load)
         if finetune != (cfg.finetune.kind is not None):
             raise ValueError(
                 f"finetune.kind={cfg.finetune.kind or 'null'} is for python -m minitron."
@@ -129,7 +132,13 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
                     raise ValueError(f"--evaluate: checkpoint.dir={shown(cfg.checkpoint.dir)} has no checkpoint; {fix}")
                 rules.check_batch_sizes(cfg, world, trained_of(cfg.data.skip_samples, start.consumed_samples))
                 mesh.activity.begin("datasets")
-                data = open_data(cfg, ResumePoint() if evaluates else start, mesh, first_on_node)
+                begun = ResumePoint() if evaluates else start
+                data = open_data(cfg, begun, mesh, first_on_node)
+                if cfg.train.epochs is not None:
+                    steps = step_after(cfg, begun, len(data.train))
+                    cfg = changed(cfg, train=dict(steps=steps, epochs=None))
+                    rules.check(cfg, world, capability)
+                    log.follow(cfg)
             mesh.activity.begin("start")
             if frozen:
                 start = start._replace(reader=None, base_weights=start.reader)
@@ -281,6 +290,13 @@ def open_data(cfg: Config, start: ResumePoint, mesh: Mesh, first_on_node: bool) 
     return opened[0]
 
 
+def load(argv: list[str]) -> Config:
+    """Read files and overrides. finetune.base brings the sizes of the model and its tokenizer."""
+    from minitron.interop import base
+
+    return base.load(argv)
+
+
 def open_weights(path: str, vocab_multiple: int, key: str) -> Weights:
     """Open a Hugging Face folder, a checkpoint, or an adapter with its base."""
     from minitron.interop import weights
@@ -310,27 +326,39 @@ def build_data(cfg: Config, start: ResumePoint = ResumePoint(), first_on_node: b
     Safe on all ranks at once, and needs no process group. first_on_node: see build_datasets. Raises ValueError.
     """
     t = cfg.train
-    skipped, before = cfg.data.skip_samples, trained_of(cfg.data.skip_samples, start.consumed_samples)
-    consumed_in = lambda step: consumed_of(skipped, trained_after(t, max(0, step - start.step), before) - 1) + 1
-    needed = consumed_in(t.steps)
+    needed = consumed_after(cfg, start, t.steps)
+    # The samples of train.epochs, in whole steps.
+    of_epochs = lambda epoch: consumed_after(cfg, start, step_after(cfg, start, math.ceil((t.epochs or 0) * epoch)))
     data = build_datasets(
         cfg.data,
         vocab_size=cfg.model.vocab_size,
         seq_len=t.seq_len,
         seed=t.seed,
-        train_samples=start.data.get("train_samples", needed),
+        train_samples=start.data.get("train_samples", needed) if t.epochs is None else of_epochs,
         valid_samples=t.eval_steps * t.global_batch_size if t.eval_every else 0,
         first_on_node=first_on_node,
         load_tokenizer=load_tokenizer,
     )
     check_data(start, data.info)
-    if len(data.train) < needed:
-        most = bisect_right(range(t.steps), len(data.train), key=consumed_in) - 1
+    if len(data.train) < needed and t.epochs is None:
+        most = bisect_right(range(t.steps), len(data.train), key=partial(consumed_after, cfg, start)) - 1
         raise ValueError(
             f"train.steps={t.steps} needs {needed} samples, and the run was laid out for "
             f"{len(data.train)}; use at most {most}, or begin another from its weights (checkpoint.load)"
         )
     return data
+
+
+def consumed_after(cfg: Config, start: ResumePoint, step: int) -> int:
+    """Return how many samples of the data are read until the end of a step of this run."""
+    skipped = cfg.data.skip_samples
+    before = trained_of(skipped, start.consumed_samples)
+    return consumed_of(skipped, trained_after(cfg.train, max(0, step - start.step), before) - 1) + 1
+
+
+def step_after(cfg: Config, start: ResumePoint, samples: int) -> int:
+    """Return the first step of this run at whose end so many samples are read."""
+    return max(start.step, bisect_left(range(MAX_STEPS), samples, key=partial(consumed_after, cfg, start)))
 
 
 def make_mesh(

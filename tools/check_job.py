@@ -4,14 +4,17 @@
     helm template NAME launch/helm -f values.yaml ... | python tools/check_job.py --manifests --device h100
 
 A line for each part: `ok`, `wrong` with the fix, or `?` if it cannot be checked from here; exit status 1 if a part is
-wrong. These are the checks of the run itself, of headers and first lines alone (tools/check_data.py reads a dataset in
-full), and the memory is the planner's. launch/check.sh asks for a job of launch/ with all its variables.
+wrong. These are the checks of the run itself, which read what it reads before its first step, and the memory is the
+planner's. Of much data they read a part, and the line names what they have not read (tools/check_data.py reads a
+dataset in full). launch/check.sh asks for a job of launch/ with all its variables.
 """
 
 import argparse
+import itertools
 import os
 import shutil
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -24,20 +27,35 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an 
 from minitron.config import cli, rules
 from minitron.config.batch import consumed_of, trained_after
 from minitron.config.command import Parser, run
-from minitron.config.files import errors_as, lines_of, size_of
-from minitron.config.schema import Config
+from minitron.config.files import errors_as, size_of
+from minitron.config.schema import Config, changed
 from minitron.config.text import parse_mapping, printable
-from minitron.data.build import TRAIN, VALID, check_maker, check_vocabulary, parse_paths, split_part
+from minitron.data.build import (
+    SCAN_BYTES,
+    TRAIN,
+    VALID,
+    check_maker,
+    check_tokens,
+    check_vocabulary,
+    parse_paths,
+    parse_sft_paths,
+    split_part,
+)
 from minitron.data.gpt import count_tokens
 from minitron.data.indexed import IndexedDataset
+from minitron.data.rows import read_rows, row_name
 from minitron.data.sft import encode_line
 from minitron.data.tokenizers import Tokenizer
+from minitron.interop import base as weights
 from minitron.interop.tokenizers import load_tokenizer
 from minitron.planner.command import layout as described
 from minitron.planner.failures import state_bytes
 from minitron.planner.fit import memory_options, nearest_fit
 from minitron.planner.machine import DEVICES, Machine, choose_machine
 from minitron.planner.plan import available_gib, plan
+
+READ_TOKENS = 1 << 31  # of .bin files, after which others are not read
+READ_BYTES, READ_ROWS = 64 << 20, 1000  # of fine-tuning data, of which more is tokenized in minutes
 
 
 class Unseen(ValueError):
@@ -67,7 +85,7 @@ def main(argv: list[str]) -> None:
     machine = choose_machine(o.device, o.fabric, path=o.devices)
     wrong = False
     try:
-        cfg, world = from_manifests(sys.stdin.read()) if o.manifests else (cli.load(o.config), o.world)
+        cfg, world = from_manifests(sys.stdin.read()) if o.manifests else (weights.load(o.config), o.world)
     except ValueError as error:
         say("wrong", "keys", error)
         raise SystemExit(1) from None
@@ -140,32 +158,50 @@ def data(job: Job) -> str:
 
 
 def _indexed(cfg: Config, tokenizer: Tokenizer | None) -> str:
-    """Open each pair of files, ask its .json who made it, and see whether each part of the split makes a sample."""
-    prefixes, total = parse_paths(cfg.data.paths)[0], 0
+    """Open and read each pair of files, and see who made it and whether each part of the split makes a sample."""
+    prefixes, total, unread = parse_paths(cfg.data.paths)[0], 0, 0
     for prefix in prefixes:
         file = IndexedDataset(prefix)
         check_maker(prefix, cfg.data.tokenizer, tokenizer, cfg.model.vocab_size)
         for part in (TRAIN, VALID) if cfg.train.eval_every else (TRAIN,):
             count_tokens(file, split_part(file, cfg.data.split, part), cfg.train.seq_len)
+        if file.num_bin_bytes <= SCAN_BYTES and total <= READ_TOKENS:
+            check_tokens(file, cfg.model.vocab_size)
+        else:
+            unread += 1
         total += file.num_bin_bytes // file.dtype.itemsize
     trained = trained_after(cfg.train, cfg.train.steps)
     needed = consumed_of(cfg.data.skip_samples, trained) * cfg.train.seq_len
     files = f"{len(prefixes)} pair{'s' * (len(prefixes) > 1)} of files"
-    return f"{files}, {total:,} tokens, of which the run reads {needed:,}"
+    rest = f"; the ids of {unread} were not read: tools/check_data.py reads them" if unread else ""
+    return f"{files}, {total:,} tokens, of which the run reads {needed:,}{rest}"
 
 
 def _sft(cfg: Config, tokenizer: Tokenizer | None) -> str:
-    """Encode the first line of each file."""
-    files = [os.path.expanduser(path) for path in (*cfg.data.paths, *cfg.data.valid_paths) if path != "docstrings"]
+    """Tokenize and pack all files as the run does, in a folder that is then deleted; of many bytes the first rows."""
+    paths = [path for paths in (cfg.data.paths, cfg.data.valid_paths) for path in parse_sft_paths(paths)[0]]
+    files, total = [path for path in paths if path != "docstrings"], 0
     for path in files:
         with errors_as(ValueError, lambda error: f"data.paths: {path} cannot be read ({error.strerror})", OSError):
-            size_of(path)
-            with open(path, "rb") as file:
-                first = next((line for line in lines_of(file, path) if line.strip()), b"")
-        if tokenizer is not None:
-            with errors_as(ValueError, lambda error: f"{path}: its first line {error}", ValueError):
-                encode_line(first, tokenizer, cfg.data.special_tokens_in_text, Counter())
-    return f"{len(files)} file{'s' * (len(files) != 1)} of questions and answers" if files else "docstrings of Python's"
+            total += size_of(path)
+    found = (
+        f"{len(files)} file{'s' * (len(files) != 1)} of questions and answers" if files else "docstrings of Python's"
+    )
+    if tokenizer is None or len(files) < len(paths):
+        return f"{found}, not read: the run makes its corpus first"
+    if total > READ_BYTES:
+        for path in files:
+            for number, row in itertools.islice(read_rows(path), READ_ROWS):
+                with errors_as(ValueError, lambda error: f"{path}: {row_name(path)} {number} {error}", ValueError):
+                    encode_line(row, tokenizer, cfg.data.special_tokens_in_text, Counter())
+        return f"{found} of {total >> 20:,} MiB, of each the first {READ_ROWS:,} rows; the others were not read"
+    try:
+        from minitron.pretrain import build_data  # which loads torch
+    except ImportError as error:
+        raise Unseen(f"{found}: {error}; name the job's own Python") from None
+    with tempfile.TemporaryDirectory() as folder:
+        built = build_data(changed(cfg, data=dict(cache_dir=folder)))
+    return f"{found}, all read: {built.note}; the run reads {len(built.train):,} samples"
 
 
 def tokenizer(job: Job) -> str:

@@ -26,15 +26,12 @@ from typing import Any, BinaryIO, NamedTuple
 
 import zstandard
 
-from minitron.config.command import limited_memory
-from minitron.config.files import RECORD_BYTES, lines_of, read_json
-from minitron.config.installed import pip_install
+from minitron.config.files import RECORD_BYTES, errors_as, lines_of, read_json
+from minitron.data.rows import read_table, table_kind
 
 BATCH_BYTES = 1 << 20
 READ_BYTES = 1 << 17
 FED_BYTES = 1 << 10  # compressed, decompressed at a time: at most 32 MiB come of it
-ROWS = 128  # of a table, read at a time
-TABLE_BYTES = 4 << 30  # of memory, that one read may take
 XZ_BYTES = 1 << 30  # of memory, that the dictionary of an .xz file may take
 
 
@@ -107,7 +104,9 @@ def _names(path: Path, listed: Callable[[dict], list]) -> list[str]:
 def read_batches(files: list[str], keys: tuple[str, ...] = ("text",)) -> Iterator[Batch]:
     """Batches of about BATCH_BYTES of text; a batch never spans two files. keys: the columns of a table to read."""
     for path in files:
-        if kind := _table_kind(path):
+        with errors_as(ValueError, partial(_unreadable, path), OSError):
+            kind = table_kind(path)
+        if kind:
             yield from _table_batches(path, kind, keys)
             continue
         with _opened(path) as raw:
@@ -128,83 +127,38 @@ def read_batches(files: list[str], keys: tuple[str, ...] = ("text",)) -> Iterato
 
 
 def _opened(path: str) -> BinaryIO:
-    try:
+    with errors_as(ValueError, partial(_unreadable, path), OSError):
         return open(path, "rb")
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error}); correct --input or its permissions") from error
+
+
+def _unreadable(path: str, error: OSError) -> str:
+    return f"{path}: cannot be read ({error}); correct --input or its permissions"
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 
-def _table_kind(path: str) -> str | None:
-    """ "parquet" or "arrow"; None for lines."""
-    if path.endswith((".parquet", ".arrow")):
-        return path.rsplit(".", 1)[1]
-    with _opened(path) as file:
-        return "parquet" if file.read(4) == b"PAR1" else None
-
-
 def _table_batches(path: str, kind: str, keys: tuple[str, ...]) -> Iterator[Batch]:
     """Batches of the columns `keys` of a table. Raises ValueError for other columns, and for a damaged file."""
-    try:
-        import pyarrow
-        from pyarrow import ipc, parquet
-    except ImportError as error:
-        why = "needs the package pyarrow, which is not installed"
-        raise ValueError(f"{path} {why}; {pip_install('data')}") from error
     first, rows, size, total = 1, [], 0, os.path.getsize(path)
-    try:
-        source = pyarrow.memory_map(path) if kind == "arrow" else path  # mapped before the limit, which counts maps
-        with limited_memory(TABLE_BYTES):
-            if kind == "parquet":
-                table = parquet.ParquetFile(source)
-                schema = table.schema_arrow
-                # Without threads: in them a failed allocation may end the process.
-                tables = table.iter_batches(ROWS, columns=list(keys), use_threads=False)
-            else:
-                table = ipc.open_stream(source)
-                schema = table.schema
-                tables = (part for whole in table for part in _slices(whole.select(list(keys))))
-        _check_columns(path, schema, keys)
-        while (found := _next_rows(tables)) is not None:
-            for row in found:
-                rows.append(row)
-                sizes = [len(row[key] or "") for key in keys]
-                if max(sizes) > RECORD_BYTES:
-                    where = f"{path}: row {first + len(rows) - 1}"
-                    raise ValueError(f"{where} has more than {RECORD_BYTES >> 20} MiB; split it or leave it out")
-                size += sum(sizes) + 1
-                if size >= BATCH_BYTES:
-                    share = min(size, total)  # of a compressed file nobody knows it; the bar ends where it should
-                    total -= share
-                    yield Batch(path, first, rows, share)
-                    first, rows, size = first + len(rows), [], 0
-    except MemoryError as error:
-        why = f"{ROWS} rows after row {first + len(rows) - 1} take more than {TABLE_BYTES >> 30} GiB of memory"
-        raise ValueError(f"{path}: {why}; split the texts, or leave the file out") from error
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        why = f"cannot be read after row {first + len(rows) - 1} ({' '.join(str(error).split())})"
-        raise ValueError(f"{path}: {why}; the file is damaged: copy it again") from error
+    for found in read_table(path, kind, partial(_check_columns, path, keys)):
+        for row in found:
+            rows.append(row)
+            sizes = [len(row[key] or "") for key in keys]
+            if max(sizes) > RECORD_BYTES:
+                where = f"{path}: row {first + len(rows) - 1}"
+                raise ValueError(f"{where} has more than {RECORD_BYTES >> 20} MiB; split it or leave it out")
+            size += sum(sizes) + 1
+            if size >= BATCH_BYTES:
+                share = min(size, total)  # of a compressed file nobody knows it; the bar ends where it should
+                total -= share
+                yield Batch(path, first, rows, share)
+                first, rows, size = first + len(rows), [], 0
     yield Batch(path, first, rows, total)
 
 
-def _next_rows(tables: Iterator[Any]) -> list[dict] | None:
-    """The rows of the next part of a table, which may not be what the file says they are; None after the last."""
-    with limited_memory(TABLE_BYTES):
-        if (part := next(tables, None)) is None:
-            return None
-        part.validate(full=True)
-        return part.to_pylist()
-
-
-def _slices(batch: Any) -> Iterator[Any]:
-    for row in range(0, batch.num_rows, ROWS):
-        yield batch.slice(row, ROWS)
-
-
-def _check_columns(path: str, schema: Any, keys: tuple[str, ...]) -> None:
-    """Raise ValueError unless each key is a column of text."""
+def _check_columns(path: str, keys: tuple[str, ...], schema: Any) -> list[str]:
+    """Return the keys. Raises ValueError unless each is a column of text."""
     from pyarrow import types
 
     def is_text(kind: Any) -> bool:
@@ -217,6 +171,7 @@ def _check_columns(path: str, schema: Any, keys: tuple[str, ...]) -> None:
             kind = f"is {schema.field(key).type}, no text" if key in schema.names else "is none of its columns"
             known = "use " + " or ".join(f"--text-field {name}" for name in texts) if texts else "no column is text"
             raise ValueError(f"{path}: {key!r} {kind}; {known}")
+    return list(keys)
 
 
 # ---- lines ----------------------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def _skip_what_it_has_not(cfg: Config, on_gpu: bool) -> None:
             raise measure.skip("Hugging Face's LoRA needs PEFT, which is not installed; pip install peft")
         if m.family == "gpt" or cfg.lora.dropout:
             raise measure.skip("Hugging Face's LoRA is measured on Llama and without dropout")
-    if on_gpu and cfg.data.separate_documents and not varlen(cfg):  # its masks of whole samples take twice as long
+    if on_gpu and cfg.data.separates and not varlen(cfg):  # its masks of whole samples take twice as long
         raise measure.skip(
             "Hugging Face keeps documents apart by flash-attn, which is not installed; pip install flash-attn"
         )
@@ -132,7 +132,7 @@ def make_model(cfg: Config) -> PreTrainedModel:
 
 def varlen(cfg: Config) -> bool:
     """Whether flash-attn keeps documents apart."""
-    return cfg.data.separate_documents and find_spec("flash_attn") is not None
+    return cfg.data.separates and find_spec("flash_attn") is not None
 
 
 def add_adapters(model: PreTrainedModel, cfg: Config) -> None:

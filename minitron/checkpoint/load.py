@@ -17,6 +17,7 @@ a restart with the same command resumes the newest of them.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -50,6 +51,7 @@ MEANING = ("vocab_size", "positions", "rope_theta", "rope_scaling", "norm_eps")
 READERS = 4  # threads that read ahead
 PROGRESS_SECONDS = 60.0
 SHOWN = 4  # differences that an error names
+OTHER_MODEL = "use its values, or another checkpoint"
 SAME_CLASS = "start it with the class that made it, and its keys of `model`"
 
 
@@ -168,7 +170,8 @@ def _newest_checkpoint(cfg: Config, directory: Path, saves: bool) -> Reader | No
         with errors_as(CheckpointError, damaged, CheckpointError):
             reader = _open_newest(directory, c.resume_step)
     step = 0 if reader is None else reader.iteration
-    if saves and (foreign := foreign_folder(directory, step, cfg.train.steps)):
+    last = cfg.train.steps if cfg.train.epochs is None else sys.maxsize  # known once the data are open
+    if saves and (foreign := foreign_folder(directory, step, last)):
         why = "is in the way of a save of this run: it holds files that no save wrote"
         raise CheckpointError(f"{foreign} {why}; move it away, or use another checkpoint.dir")
     return reader
@@ -283,7 +286,7 @@ def open_base(cfg: Config, open_weights: OpenWeights) -> Weights:
     if directory is not None and reader.path.resolve() in checkpoints(Path(directory).expanduser().resolve()).values():
         why = f"lies in checkpoint.dir={directory}, where this run's saves would delete it"
         raise CheckpointError(f"{key}{path} {why}; use another checkpoint.dir")
-    _check_model(reader, cfg, STRUCTURE if cfg.finetune.base is None else STRUCTURE + MEANING)
+    check_model(reader, cfg, STRUCTURE if cfg.finetune.base is None else STRUCTURE + MEANING)
     return reader
 
 
@@ -298,7 +301,7 @@ def check_data(start: ResumePoint, info: Mapping[str, Any]) -> None:
 
 def _check_run(reader: Reader, cfg: Config) -> None:
     """Raise CheckpointError unless the saved run had this model, and trained the same of it."""
-    _check_model(reader, cfg, STRUCTURE + MEANING)
+    check_model(reader, cfg, STRUCTURE + MEANING)
     saved, ours = map(_trained, (config_of(reader), cfg))
     _require_equal(reader, "is of another run", saved, ours, "use its values, or another checkpoint.dir")
 
@@ -312,12 +315,12 @@ def _trained(cfg: Config) -> dict[str, Any]:
     return keys
 
 
-def _check_model(reader: Weights, cfg: Config, names: tuple[str, ...]) -> None:
-    """Raise CheckpointError unless the saved configuration of the model agrees in these keys."""
+def check_model(reader: Weights, cfg: Config, names: tuple[str, ...], fix: str = OTHER_MODEL) -> None:
+    """Raise CheckpointError, with all differences, unless the saved configuration of the model agrees in these keys."""
     both = (c.model for c in (config_of(reader), cfg))
     models = (asdict(m) | {"num_kv_heads": m.kv_heads, "head_dim": m.head_width} for m in both)
     saved, ours = ({f"model.{name}": model[name] for name in names} for model in models)
-    _require_equal(reader, "is of another model", saved, ours, "use its values, or another checkpoint")
+    _require_equal(reader, "is of another model", saved, ours, fix, len(names))
 
 
 def check_tensors(reader: Weights, ours: dict[str, list[int]], fix: str = SAME_CLASS) -> None:
@@ -326,12 +329,14 @@ def check_tensors(reader: Weights, ours: dict[str, list[int]], fix: str = SAME_C
     _require_equal(reader, "is of another model", saved, ours, fix)
 
 
-def _require_equal(reader: Weights, what: str, saved: Mapping[str, Any], ours: Mapping[str, Any], fix: str) -> None:
-    """Raise CheckpointError, with this fix, unless names and values of a checkpoint are those of this run."""
+def _require_equal(
+    reader: Weights, what: str, saved: Mapping[str, Any], ours: Mapping[str, Any], fix: str, most: int = SHOWN
+) -> None:
+    """Raise CheckpointError, with this fix and the first differences, unless a checkpoint's values are this run's."""
     pairs = {name: (saved.get(name, "missing"), ours.get(name, "missing")) for name in sorted({**saved, **ours})}
     if differ := [f"{name} was {old} and is {new}" for name, (old, new) in pairs.items() if old != new]:
-        more = f" and {len(differ) - SHOWN} more" * (len(differ) > SHOWN)
-        raise CheckpointError(f"{reader.index} {what}: {', '.join(differ[:SHOWN])}{more}; {fix}")
+        more = f" and {len(differ) - most} more" * (len(differ) > most)
+        raise CheckpointError(f"{reader.index} {what}: {', '.join(differ[:most])}{more}; {fix}")
 
 
 # ---- from a checkpoint to a trainer ----------------------------------------------------------------------------------

@@ -5,8 +5,9 @@
 A recipe's name stands for its file, wherever one stands: `llama3_8b` (`minitron.config.installed`).
 
 A value of an override stays the text that was typed, as in a file (`minitron.config.text`). Its key determines its type
-(`minitron.config.convert`). A value that begins with a bracket or a quote is read as YAML. A mistake is one line and
-exit status 1. A traceback would mean that the program is wrong, not its input.
+(`minitron.config.convert`). A value that begins with a bracket or a quote is read as YAML. `section.key=null` drops
+what a file has set, unless null is a value of the key, and `model=null` a section. A mistake is one line and exit
+status 1. A traceback would mean that the program is wrong, not its input.
 
 Left out: config groups and sweeps (Hydra's), environment variables.
 """
@@ -19,7 +20,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -35,14 +36,16 @@ from minitron.config.schema import Config, PrecisionConfig
 from minitron.config.text import MAX_DEPTH, Unquoted, from_json, parse, read_file, short, to_yaml
 
 QUIET_SECONDS = 3.0
+Load = Callable[[list[str]], Config]  # from files and overrides to a Config
 
 
-def configure(description: str, argv: list[str] | None = None) -> Config:
+def configure(description: str, argv: list[str] | None = None, read: Load | None = None) -> Config:
     """Return the Config of a command line (`sys.argv` if not given).
 
     Exits after --help, --recipes, --schema and --print-config.
 
-    description: its first paragraph is shown by --help. Raises ValueError for mistakes: call it under `user_errors`.
+    description: its first paragraph is shown by --help. read: in the place of `load`. Raises ValueError for mistakes:
+    call it under `user_errors`.
     """
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:
@@ -51,7 +54,7 @@ def configure(description: str, argv: list[str] | None = None) -> Config:
         _print(list_recipes())
     if "--schema" in argv:
         _print(json_schema())
-    cfg = load([arg for arg in argv if arg != "--print-config"])
+    cfg = (read or load)([arg for arg in argv if arg != "--print-config"])
     if "--print-config" in argv:
         _print(to_yaml(cfg))
     return cfg
@@ -111,11 +114,13 @@ def load(argv: list[str], under: tuple[dict, str] | None = None) -> Config:
             files.append((read_file(str(path)), f"{path}: "))
         else:
             raise ValueError(_unknown_argument(arg))
-    cfg = functools.reduce(lambda cfg, file: merge(cfg, *file), files, Config())
-    changed = functools.reduce(merge, overrides, cfg)
+    below = Config() if under is None else merge(Config(), *files.pop(0))
+    cfg = functools.reduce(lambda cfg, file: merge(cfg, *file), files, below)
+    override = functools.partial(merge, below=below)
+    changed = functools.reduce(override, overrides, cfg)
     if cfg.precision.dtype == "fp16" != changed.precision.dtype:  # the files' loss scale goes with their fp16
         default = {f.name: f.default for f in fields(PrecisionConfig) if f.name.startswith("loss_scale")}
-        changed = functools.reduce(merge, overrides, replace(cfg, precision=replace(cfg.precision, **default)))
+        changed = functools.reduce(override, overrides, replace(cfg, precision=replace(cfg.precision, **default)))
     return changed
 
 

@@ -41,9 +41,10 @@ class BadValue(Exception):
     """A key does not take this value. The message has the rule and the fix; it is empty if the type is wrong."""
 
 
-def merge(section: Any, tree: dict, origin: str = "", prefix: str = "") -> Any:
+def merge(section: Any, tree: dict, origin: str = "", prefix: str = "", below: Any = None) -> Any:
     """Return a copy of `section` with the keys of `tree`, converted. origin: the first words of every error.
 
+    below: the same section without files. A null takes the value from there, unless null is a value of the key.
     Raises ValueError for an unknown key and for a wrong value.
     """
     known, changes = {f.name: f for f in fields(section)}, {}
@@ -53,7 +54,11 @@ def merge(section: Any, tree: dict, origin: str = "", prefix: str = "") -> Any:
             raise ValueError(f"{origin}unknown key {_meant(prefix, name, value, list(known))}")
         accepted = accepted_types(type(section))[name]
         if is_dataclass(accepted[0]) and isinstance(value, dict):
-            changes[name] = merge(getattr(section, name) or accepted[0](), value, origin, f"{key}.")
+            inner = getattr(section, name) or accepted[0]()
+            changes[name] = merge(inner, value, origin, f"{key}.", below and getattr(below, name))
+            continue
+        if below and isinstance(value, Unquoted) and value in NULLS and NoneType not in accepted:
+            changes[name] = getattr(below, name)
             continue
         try:
             changes[name] = convert(accepted, value)

@@ -59,7 +59,8 @@ def _overview(description: str) -> list[str]:
         "--schema: a JSON schema of a configuration file, from which editors complete and check it.",
         textwrap.fill(f"--help SECTION: its keys alone, of {', '.join(f.name for f in fields(Config))}.", 120),
         "",
-        "Later files win over earlier ones, and overrides over files. Every key, with its default:",
+        "Later files win over earlier ones, and overrides over files; key=null drops what a file has set.",
+        "Every key, with its default:",
     ]
 
 

@@ -15,6 +15,7 @@ import functools
 import math
 import os
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import chain, pairwise
@@ -71,7 +72,7 @@ def _check_keys(cfg: Config) -> None:
             if value != key.field.default and given not in needed and (needed or given is None):
                 fix = f"{other}={_either(map(shown, needed))}" if needed else other
                 why = f"does not go with {other}={shown(given)}; drop it, or set {fix}"
-                raise ValueError(f"{key.name}={shown(value)} {why}")
+                raise ValueError(f"{key.name}={shown(value)} {why} ({key.name}=null drops what a file has set)")
 
 
 def _check_range(what: str, x: int | float, within: str) -> None:
@@ -233,12 +234,13 @@ def _check_optimizer(cfg: Config) -> None:
         if getattr(o, name) == "bf16" != dtype:
             why = f"does not go with precision.dtype={dtype}; drop it, or set precision.dtype=bf16"
             raise ValueError(f"optimizer.{name}=bf16 {why}")
-    if o.constant_steps >= (steps := cfg.train.steps):
+    steps = cfg.train.steps if cfg.train.epochs is None else sys.maxsize  # checked again when they are known
+    if o.constant_steps >= steps:
         constant = f"optimizer.constant_steps={o.constant_steps}"
         raise ValueError(f"{constant} must be below train.steps={steps}; use at most {steps - 1}")
     if o.lr_schedule != "constant" and o.min_lr > o.lr:
         raise ValueError(f"optimizer.min_lr={o.min_lr} exceeds optimizer.lr={o.lr}; use at most {o.lr}")
-    last = cfg.train.steps - o.constant_steps if o.decay_steps is None else o.decay_steps
+    last = steps - o.constant_steps if o.decay_steps is None else o.decay_steps
     if o.wsd_decay_steps is not None and o.wsd_decay_steps > last:
         why = f"is longer than the {last} steps to its end; use at most {last}"
         raise ValueError(f"optimizer.wsd_decay_steps={o.wsd_decay_steps} {why}")
@@ -256,12 +258,13 @@ def _check_data(cfg: Config) -> None:
     what = {"indexed": "[PREFIX], or [WEIGHT,PREFIX,WEIGHT,PREFIX,...]", "sft": "[FILE.jsonl,...], or [docstrings]"}
     if d.source in what and not d.paths:
         raise ValueError(f"data.source={d.source} has nothing to read; set data.paths={what[d.source]}")
-    if d.source == "sft" and not d.separate_documents:
-        raise ValueError("data.source=sft keeps the documents of a sample apart; set data.separate_documents=true")
     bounds = list(chain(*d.skip_samples))
     if bounds != sorted(set(bounds)):
         why = "must be ranges [first, end] in order, with first < end, that do not touch"
         raise ValueError(f"data.skip_samples={shown(d.skip_samples)} {why}; use for example [[1000, 1200]]")
+    if (t := cfg.train).epochs is not None and t.steps != TrainConfig.steps:
+        why = f"contradicts train.steps={t.steps}, which follows from it"
+        raise ValueError(f"train.epochs={t.epochs:g} {why}; drop one of them: train.steps=null or train.epochs=null")
 
 
 TARGETS = ("qkv", "q", "k", "v", "o", "gate", "up", "down")
@@ -323,7 +326,7 @@ def _check_log(cfg: Config, world: int) -> None:
             raise ValueError(f"log.prometheus={at} is no PORT or ADDRESS:PORT; use for example 127.0.0.1:9400")
     if p.kind == "none":
         return
-    if not p.start_step <= p.end_step <= steps:
+    if not p.start_step <= p.end_step <= steps and cfg.train.epochs is None:
         both = f"profile.start_step={p.start_step} and profile.end_step={p.end_step}"
         raise ValueError(f"{both} are no steps, in order, of train.steps={steps}; use 1 to {steps}")
     ranks = f"profile.ranks={list(p.ranks)}"

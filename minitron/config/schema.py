@@ -51,6 +51,7 @@ DECAY_STEPS = {"optimizer.decay_steps": (None,)}
 WSD = {"optimizer.lr_schedule": ("wsd",)}
 CONSTANT_END = {"optimizer.decay_samples": (None,), **DECAY_STEPS, **DECAYING}
 FILES = {"data.source": ("indexed", "sft")}
+SFT = {"data.source": ("sft",)}
 SAVING = {"checkpoint.dir": ()}
 RESUMING = {"checkpoint.dir": (), "checkpoint.resume": (True,)}
 BASE = {"finetune.kind": ("sft", "lora"), "checkpoint.load": (None,)}
@@ -130,6 +131,7 @@ class ParallelConfig:
 @dataclass(frozen=True)
 class TrainConfig:
     steps: int = key(300, "optimizer steps", COUNT)
+    epochs: float | None = key(None, "sft: passes over the samples, from which the steps follow", "(0, 1e6]", SFT)
     seq_len: int = key(256, "tokens per sample", COUNT)
     micro_batch_size: int = key(4, "samples per forward pass", COUNT)
     global_batch_size: int = key(16, "samples per optimizer step, over all data-parallel ranks", COUNT)
@@ -236,16 +238,20 @@ class DataConfig:
     source: Literal["corpus", "mock", "indexed", "sft"] = key(
         "corpus", "corpus: Python's library; mock: random tokens; indexed: Megatron's .bin/.idx; sft: JSONL"
     )
-    paths: tuple[str, ...] = key((), "indexed: prefix, or weight prefix pairs; sft: files or docstrings", needs=FILES)
-    valid_paths: tuple[str, ...] = key(
-        (), "sft: files to validate on; none: a share of paths", needs={"data.source": ("sft",)}
+    paths: tuple[str, ...] = key(
+        (), "indexed: prefix, or weight prefix pairs; sft: files, or weight file pairs, or docstrings", needs=FILES
     )
+    valid_paths: tuple[str, ...] = key((), "sft: files to validate on; none: a share of paths", needs=SFT)
     split: Shares = key("969,30,1", "shares of documents to train, validate, test on; sft with valid_paths: not read")
     tokenizer: str = key("corpus", "corpus, bytes, gpt2:DIR, llama3:FILE, llama2:FILE or hf:DIR")
-    special_tokens_in_text: bool = key(
-        False, "sft: what looks like a special token in a text is one; else it is text", needs={"data.source": ("sft",)}
+    too_long: Literal["error", "skip", "truncate"] = key(
+        "truncate", "sft: what becomes of documents that are longer than a sample", needs=SFT
     )
-    separate_documents: bool = key(False, "no attention across documents, positions restart in each")
+    bad_lines: Literal["error", "skip"] = key("error", "sft: whether lines without a document are left out", needs=SFT)
+    special_tokens_in_text: bool = key(
+        False, "sft: what looks like a special token in a text is one; else it is text", needs=SFT
+    )
+    separate_documents: bool = key(False, "no attention across documents, positions restart in each; sft: always")
     skip_samples: tuple[tuple[int, int], ...] = key(
         (), "[[first, end], ...]: consumed samples to leave out, as where the loss has spiked", NOT_NEGATIVE
     )
@@ -253,6 +259,11 @@ class DataConfig:
         None, "mock: most tokens of a document; null: 1/4 sample on average", COUNT, {"data.source": ("mock",)}
     )
     cache_dir: str = key("~/.cache/minitron", "where the corpus and the sample indices are kept")
+
+    @property
+    def separates(self) -> bool:
+        """Whether documents are kept apart."""
+        return self.separate_documents or self.source == "sft"
 
 
 @dataclass(frozen=True)

@@ -24,20 +24,28 @@ import numpy as np
 
 from minitron.data.cache import Cache, fingerprint_of, load_arrays, save_arrays
 from minitron.data.gpt import GPTDataset, Sample
+from minitron.data.sft import SFTDataset
 
 SURPLUS = 1.005  # Megatron asks every part for this much more than its share
 MAX_CHUNKS = 4096
 
 
 class BlendedDataset:
-    """`num_samples` samples drawn from `parts` by the greedy rule; part i holds `part_samples(num_samples, w_i)`."""
+    """`num_samples` samples drawn from `parts` by the greedy rule; part i holds `part_samples(num_samples, w_i)`.
 
-    def __init__(self, parts: Sequence[GPTDataset], weights: Sequence[float], num_samples: int, cache: Cache):
+    The order of the first ones is the same in a longer blend, and of SFTDatasets the samples are, too: then the
+    fingerprint does not depend on num_samples, so that a resumed run may be longer.
+    """
+
+    def __init__(
+        self, parts: Sequence[GPTDataset | SFTDataset], weights: Sequence[float], num_samples: int, cache: Cache
+    ):
         shares = normalize(weights)
         assert all(len(part) >= part_samples(num_samples, share) for part, share in zip(parts, shares, strict=True))
         self.parts = list(parts)
         key = f"{shares.tolist()} {num_samples}"
-        self.fingerprint = fingerprint_of(" ".join([key, *(part.fingerprint for part in parts)]).encode())
+        order = key if isinstance(parts[0], GPTDataset) else str(shares.tolist())
+        self.fingerprint = fingerprint_of(" ".join([order, *(part.fingerprint for part in parts)]).encode())
 
         def build(folder: Path) -> None:
             part, sample = greedy_order(shares, num_samples)

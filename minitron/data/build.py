@@ -3,7 +3,8 @@
     source    made of                                                        tokenizer
     corpus    the Python standard library (corpus.py)                        its own
     indexed   .bin/.idx files, one or a weighted blend (indexed.py)          data.tokenizer, checked with PREFIX.json
-    sft       JSONL of prompts and answers, packed (sft.py, packing.py)      data.tokenizer, or the corpus's
+    sft       rows of prompts and answers, packed; one set of files or a     data.tokenizer, or the corpus's
+              weighted blend (sft.py, rows.py, packing.py)
     mock      random ids (mock.py)                                           none
 
 Every rank calls `build_datasets` with the same arguments, and one of them builds the indices (cache.py).  A
@@ -21,7 +22,9 @@ Left out: separate files for validation, except for sft; the test split is only 
 
 import itertools
 import os
+import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +32,7 @@ import numpy as np
 from minitron.config.files import errors_as
 from minitron.config.schema import DataConfig
 from minitron.config.sizes import MOCK_DOCUMENT
+from minitron.config.text import NUMBER
 from minitron.data.blend import BlendedDataset, normalize, part_samples
 from minitron.data.cache import Cache
 from minitron.data.corpus import build_corpus, build_docstrings
@@ -74,7 +78,7 @@ def build_datasets(
     vocab_size: int,
     seq_len: int,
     seed: int,
-    train_samples: int,
+    train_samples: int | Callable[[int], int],
     valid_samples: int,
     first_on_node: bool = True,
     load_tokenizer: LoadTokenizer = no_tokenizer,
@@ -82,30 +86,35 @@ def build_datasets(
     """Build or find the datasets; safe to call on every rank at once.
 
     train_samples, valid_samples: how many samples the run may draw; at least so many can be indexed, in an order that
-    depends on them.  vocab_size: ids must lie below it.
+    depends on them.  For sft train_samples may compute this from the samples of an epoch.  vocab_size: ids must lie
+    below it.
     first_on_node: False for a rank that calls after the first rank of its node has returned.  That one has built what
     was missing and checked the cache's checksums.
     load_tokenizer: opens data.tokenizer, unless that is "corpus".
     Raises ValueError for everything that the module docstring lists.
     """
-    if train_samples < 1:
-        raise ValueError(f"{train_samples} training samples were asked for; set train.steps to 1 or more")
-    if (most := max(train_samples, valid_samples)) > MAX_SAMPLES:
-        why = f"{most} samples are more than the {MAX_SAMPLES} of which an order can be laid out"
-        raise ValueError(f"{why}; lower train.steps, train.eval_steps or train.global_batch_size")
     open_source = {"mock": _mock, "sft": _sft}.get(data.source, _token_files)
     cache = Cache(os.path.expanduser(data.cache_dir), first_on_node)
-    tokenizer, info, dataset = open_source(data, load_tokenizer, cache, vocab_size, seq_len, seed)
-    train, valid = dataset(TRAIN, train_samples), dataset(VALID, valid_samples) if valid_samples else None
+    tokenizer, info, dataset, epoch = open_source(data, load_tokenizer, cache, vocab_size, seq_len, seed)
+    count = train_samples if isinstance(train_samples, int) else train_samples(epoch)
+    if count < 1:
+        raise ValueError(f"{count} training samples were asked for; set train.steps to 1 or more")
+    if (most := max(count, valid_samples)) > MAX_SAMPLES:
+        why = f"{most} samples are more than the {MAX_SAMPLES} of which an order can be laid out"
+        raise ValueError(f"{why}; lower train.steps, train.eval_steps or train.global_batch_size")
+    train, valid = dataset(TRAIN, count), dataset(VALID, valid_samples) if valid_samples else None
     if data.source in ("corpus", "indexed"):  # the order of others does not depend on how many samples there are
-        info |= {"train_samples": train_samples, "valid_samples": valid_samples}
+        info |= {"train_samples": count, "valid_samples": valid_samples}
     info |= {"tokenizer": tokenizer and tokenizer.fingerprint}
     info |= {"train": train.fingerprint, "valid": valid and valid.fingerprint}
-    return Datasets(train, valid, tokenizer, info, train.note if isinstance(train, SFTDataset) else "")
+    parts = train.parts if isinstance(train, BlendedDataset) else [train]
+    note = " | ".join(part.note for part in parts if isinstance(part, SFTDataset))
+    return Datasets(train, valid, tokenizer, info, note)
 
 
-# What a source gives: the tokenizer, the beginning of `info`, and (part of the split, samples) -> dataset.
-Source = tuple[Tokenizer | None, dict[str, Any], Callable[[int, int], Dataset]]
+# What a source gives: the tokenizer, the beginning of `info`, (part of the split, samples) -> dataset, and of sft the
+# training samples of an epoch.
+Source = tuple[Tokenizer | None, dict[str, Any], Callable[[int, int], Dataset], int]
 
 
 def _mock(data: DataConfig, load: LoadTokenizer, cache: Cache, vocab_size: int, seq_len: int, seed: int) -> Source:
@@ -119,7 +128,7 @@ def _mock(data: DataConfig, load: LoadTokenizer, cache: Cache, vocab_size: int, 
     def dataset(which: int, samples: int) -> MockDataset:
         return MockDataset(vocab_size, seq_len, samples, seed + which, mean, longest)
 
-    return None, {"source": "mock"}, dataset
+    return None, {"source": "mock"}, dataset, 0
 
 
 def _token_files(
@@ -152,7 +161,7 @@ def _token_files(
         ]
         return parts[0] if weights is None else BlendedDataset(parts, weights, samples, cache)
 
-    return tokenizer, info, dataset
+    return tokenizer, info, dataset, 0
 
 
 def _sft(data: DataConfig, load: LoadTokenizer, cache: Cache, vocab_size: int, seq_len: int, seed: int) -> Source:
@@ -160,21 +169,37 @@ def _sft(data: DataConfig, load: LoadTokenizer, cache: Cache, vocab_size: int, s
     own = data.tokenizer == "corpus"
     tokenizer: Tokenizer = build_corpus(cache, vocab_size).tokenizer if own else load(data.tokenizer, cache)
     check_vocabulary(tokenizer.vocab_size, f"data.tokenizer={data.tokenizer}", vocab_size)
-    special = data.special_tokens_in_text
+    special, skip_bad, too_long = data.special_tokens_in_text, data.bad_lines == "skip", data.too_long
 
-    def read(paths: Sequence[str]) -> TokenizedFiles:
-        files = [build_docstrings(cache) if path == "docstrings" else path for path in paths]
-        return TokenizedFiles(files, tokenizer, cache, special=special)
+    def parts(paths: Sequence[str], which: int | None) -> list[SFTDataset]:
+        files, weights = parse_sft_paths(paths)
+        files = [str(build_docstrings(cache)) if path == "docstrings" else path for path in files]
+        found = []
+        for group in [files] if weights is None else [[path] for path in files]:
+            documents = TokenizedFiles(group, tokenizer, cache, special=special, skip_bad=skip_bad)
+            chosen = range(len(documents)) if which is None else split_part(documents, data.split, which)
+            found.append(SFTDataset(documents, chosen, 0, seq_len, seed, too_long))
+        return found
 
-    train = read(data.paths)
-    valid = read(data.valid_paths) if data.valid_paths else train
+    train = parts(data.paths, None if data.valid_paths else TRAIN)
 
-    def dataset(which: int, samples: int) -> SFTDataset:
-        documents = train if which == TRAIN else valid
-        chosen = range(len(documents)) if data.valid_paths else split_part(documents, data.split, which)
-        return SFTDataset(documents, chosen, samples, seq_len, seed)
+    def dataset(which: int, samples: int) -> SFTDataset | BlendedDataset:
+        own = which == VALID and data.valid_paths
+        weights = parse_sft_paths(data.valid_paths if own else data.paths)[1]
+        made = train if which == TRAIN else parts(data.valid_paths, None) if own else parts(data.paths, VALID)
+        if weights is None:
+            return made[0].of_length(samples)
+        sized = [part.of_length(part_samples(samples, w)) for part, w in zip(made, normalize(weights))]
+        return BlendedDataset(sized, weights, samples, cache)
 
-    return tokenizer, {"source": "sft"}, dataset
+    return tokenizer, {"source": "sft"}, dataset, sum(part.packing.num_sequences for part in train)
+
+
+def parse_sft_paths(paths: Sequence[str]) -> tuple[list[str], list[float] | None]:
+    """Split data.paths of sft: several files without weights are read as one. `~` is the home directory."""
+    if any(re.fullmatch(NUMBER, str(path)) for path in paths):
+        return parse_paths(paths)
+    return [os.path.expanduser(str(path)) for path in paths], None
 
 
 def parse_paths(paths: Sequence[str]) -> tuple[list[str], list[float] | None]:
@@ -226,13 +251,15 @@ def _open(prefix: str, spec: str, tokenizer: Tokenizer | None, vocab_size: int, 
     """Open a dataset; check its index, its ids and, by PREFIX.json, that this tokenizer made it."""
     file = IndexedDataset(prefix)
     check_maker(prefix, spec, tokenizer, vocab_size)
-
-    def read() -> str:
-        check_index(file)
-        scan_ids(file, vocab_size, count=PEEK_TOKENS if file.num_bin_bytes > SCAN_BYTES else None)
-        return file.fingerprint
-
+    read = partial(check_tokens, file, vocab_size)
     return IndexedDataset(prefix, cache.recall(f"tokens-{file.state}-v{vocab_size}", read))
+
+
+def check_tokens(file: IndexedDataset, vocab_size: int) -> str:
+    """Read an index, and the .bin or its beginning, as before training. Returns the fingerprint. Raises ValueError."""
+    check_index(file)
+    scan_ids(file, vocab_size, count=PEEK_TOKENS if file.num_bin_bytes > SCAN_BYTES else None)
+    return file.fingerprint
 
 
 def check_maker(prefix: str, spec: str, tokenizer: Tokenizer | None, vocab_size: int) -> None:

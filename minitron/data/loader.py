@@ -34,7 +34,7 @@ class Loader:
     def __init__(self, dataset: Dataset, cfg: Config, mesh: Mesh):
         self.dataset, self.mesh = dataset, mesh
         self.train, self.skipped = cfg.train, cfg.data.skip_samples
-        self.separate = cfg.data.separate_documents
+        self.separate = cfg.data.separates
         self.order = local_positions(cfg.train.seq_len, mesh.cp.size, mesh.cp.rank, cfg.parallel.cp_style)
         self.reader = ThreadPoolExecutor(1, thread_name_prefix="loader")
         self.ahead: dict[int, Future[list[Batch]]] = {}  # trained -> the samples that follow

@@ -1,4 +1,4 @@
-"""Fine-tuning data: JSONL of questions and answers, packed so that only answers count, without attention across them.
+"""Fine-tuning data: rows of questions and answers, packed so that only answers count, without attention across them.
 
 A line of a file is a document, in one of two forms. The second takes the tokenizer's own chat template (chat.py), with
 roles, `tools` and `chat_template_kwargs` as transformers has them; or Llama 3's, if the tokenizer has no template:
@@ -17,34 +17,41 @@ chooses the documents of a sample.  It is a gpt.Sample as in pretraining, so eve
 keeps documents apart, with positions from 0, and the mask is 1 for answers only. The rest of a sample is padding with
 loss weight 0.
 
-A document that is too long is cut at its end, and reported. A prompt that is too long by itself is an error, as is any
-other defect of a line. The error names the file and the line.
+A document that is too long is cut at its end, and reported (data.too_long=truncate). A prompt that is too long by
+itself is an error, as is any other defect of a line. The error names the files and the lines, the first SHOWN of them.
+With data.bad_lines=skip the log has this line, and the run goes on without these rows.
 
 A special token in the text of a line counts as text, and is reported; `data.special_tokens_in_text` changes that.
-
-Left out: weights of files.
 """
 
 import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
-from minitron.config.files import errors_as, lines_of, parse_json, size_of
+from minitron.config.files import errors_as, parse_json, read_json, size_of, write_json
+from minitron.config.text import short
 from minitron.data.cache import Cache, fingerprint_of, load_arrays, reading, save_arrays
 from minitron.data.chat import ROLES, encode_templated, mark_special
 from minitron.data.gpt import Sample
 from minitron.data.indexed import IndexedDataset, IndexedWriter, best_dtype
 from minitron.data.packing import Packing
+from minitron.data.rows import parse_line, read_rows, row_name, to_messages
 from minitron.data.tokenizers import Tokenizer
 
 FORMAT = 1  # to be raised when this file makes other tokens of a line, so that cached ones are not taken for them
 HEADER = "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"
+SHOWN = 10  # lines that an error names; the others are counted
+WHY = 150  # characters of what is wrong with each
+SKIPPED = "skipped.json"
+Defect = tuple[int, int, str]  # number of the file, number of the line, what is wrong with it
 
 
 class TokenizedFiles:
@@ -52,44 +59,55 @@ class TokenizedFiles:
 
     fingerprint: 16 hex digits, the same wherever the files lie.  lengths: int64 [documents], in tokens.
     special: a special token in a text is one. with_special: the number of lines with one in a text.
-    Raises ValueError, naming file and line, for a line without a question and an answer.
+    skipped: which lines were left out, "" if none were.
+    Raises ValueError, naming files and lines, for lines without a question and an answer, unless skip_bad is set.
     """
 
     def __init__(
-        self, paths: Sequence[str | os.PathLike[str]], tokenizer: Tokenizer, cache: Cache, special: bool = False
+        self,
+        paths: Sequence[str | os.PathLike[str]],
+        tokenizer: Tokenizer,
+        cache: Cache,
+        special: bool = False,
+        skip_bad: bool = False,
     ):
         self.paths, self.eod, self.special = [os.path.expanduser(path) for path in paths], tokenizer.eod, special
         self.prefix = ", ".join(self.paths)
         # Beside the fingerprint, which names what makes ids of a text: prompts begin with this token.
         hashed = [f"{FORMAT} {tokenizer.fingerprint} {tokenizer.bos}".encode()]
         for path in self.paths:
-            line = lambda error: f"data.paths: {path} cannot be read ({error.strerror}); name JSONL files"
+            line = lambda error: f"data.paths: {path} cannot be read ({error.strerror}); name JSONL or Parquet files"
             with errors_as(ValueError, line, OSError):
                 size_of(path)
                 with open(path, "rb") as file:
                     hashed.append(hashlib.file_digest(file, "sha256").digest())
         template = None if tokenizer.chat is None else tokenizer.chat.fingerprint
         key = fingerprint_of(*hashed, f"chats by {template}, {special=}".encode())
-        folder = cache.build_once(f"sft-{key}", lambda partial: _tokenize(partial, self.paths, tokenizer, special))
+        build = lambda partial: _tokenize(partial, self.paths, tokenizer, special, skip_bad)
+        folder = cache.build_once(f"sft-{key}" + "-skip" * skip_bad, build)
         with reading(folder):
             self._file = IndexedDataset(folder / "documents")
+            count, first = read_json(folder / SKIPPED) if skip_bad else (0, [])
         self._lines, (templated, self.with_special) = load_arrays(folder, "lines", "counts")
         # What had no effect is left out, so that older checkpoints know their data.
         self.fingerprint = key if templated or special else fingerprint_of(*hashed)
         self._parts = self._file.document_indices
         self.lengths = np.add.reduceat(self._file.lengths, self._parts[:-1], dtype=np.int64)
+        self.skipped = f"; {count:,} bad lines left out: {_listed(self.paths, first, count)}" if count else ""
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def check(self, documents: range, seq_len: int) -> None:
-        """Raise ValueError for a prompt that leaves no room for its answer."""
-        prompts = self._file.lengths[self._parts[documents.start : documents.stop]]
-        if (prompts > seq_len).any():
-            i = int((prompts > seq_len).argmax())
-            number, line = self._lines[documents[i]].tolist()
-            why = f"a prompt of {prompts[i]} tokens, which leaves no room for an answer in train.seq_len={seq_len}"
-            raise ValueError(f"{self.paths[number]}: line {line} has {why}; shorten it, or raise train.seq_len")
+    def refuse_long(self, part: range, whole: bool, seq_len: int) -> None:
+        """Raise ValueError for prompts without room for an answer; whole: for all documents that do not fit."""
+        prompts = self._file.lengths[self._parts[part.start : part.stop]]
+        lengths = self.lengths[part.start : part.stop]
+        if len(bad := np.flatnonzero(lengths > seq_len + 1 if whole else prompts > seq_len)):
+            why = [f"has a prompt of {prompts[i]} tokens, with its answer {lengths[i]}" for i in bad[:SHOWN]]
+            lines = self._lines[part.start + bad[:SHOWN]].tolist()
+            found = _listed(self.paths, [(*line, text) for line, text in zip(lines, why)], len(bad))
+            limit = f"train.seq_len={seq_len} takes {seq_len + 1} and leaves a prompt room for an answer"
+            raise ValueError(f"{found}; {limit}: raise it, shorten the texts, or set data.too_long=skip")
 
     def get(self, i: int, limit: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the first `limit` tokens of a document, int64, and whether each is of an answer, bool."""
@@ -102,24 +120,42 @@ class TokenizedFiles:
 class SFTDataset:
     """Packed samples of some documents of a file: an endless order of epochs, of which the run reads num_samples.
 
+    too_long: what becomes of documents of more than seq_len + 1 tokens (data.too_long); `cut` counts them.
     note: a line that says how much there is, and how well it is packed.
     """
 
-    def __init__(self, documents: TokenizedFiles, part: range, num_samples: int, seq_len: int, seed: int):
-        documents.check(part, seq_len)
-        self.documents, self.part, self.num_samples, self.seq_len = documents, part, num_samples, seq_len
+    def __init__(
+        self, documents: TokenizedFiles, part: range, num_samples: int, seq_len: int, seed: int, too_long: str
+    ):
         whole, capacity = documents.lengths[part.start : part.stop], seq_len + 1
+        self.documents, self.num_samples, self.seq_len = documents, num_samples, seq_len
+        self.part: range | np.ndarray = part
+        self.fingerprint = f"{documents.fingerprint} {part.start}-{part.stop} seq_len {seq_len} seed {seed}"
+        long = whole > capacity
+        self.cut, cut = int(long.sum()), "cut at the end"
+        if too_long != "skip":
+            documents.refuse_long(part, too_long == "error", seq_len)
+        elif self.cut == len(whole):
+            why = f"train.seq_len={seq_len} is too short for every document of {documents.prefix}"
+            raise ValueError(f"{why}; raise it, or set data.too_long=truncate")
+        elif self.cut:
+            self.part, whole, cut = part.start + np.flatnonzero(~long), whole[~long], "longer ones left out"
+            self.fingerprint += " without longer ones"
         lengths = np.minimum(whole, capacity)
         self.packing = Packing(lengths, capacity, seed)
         self.fill = int(lengths.sum()) / (self.packing.num_sequences * capacity)
-        self.cut = int((whole > capacity).sum())
-        cut = f" ({self.cut:,} cut at the end)" if self.cut else ""
+        cut = f" ({self.cut:,} {cut})" if self.cut else ""
         samples = f"{self.packing.num_sequences:,} samples of train.seq_len={seq_len}, {self.fill:.2%} full"
-        self.note = f"sft: an epoch is {len(part):,} documents{cut} in {samples}"
+        self.note = f"sft: an epoch is {len(self.part):,} documents{cut} in {samples}{documents.skipped}"
         if documents.with_special and not documents.special:
             found = f"{documents.with_special:,} of {documents.prefix} have special tokens in their text"
             self.note += f"; {found}, which are read as text: data.special_tokens_in_text=true reads them as tokens"
-        self.fingerprint = f"{documents.fingerprint} {part.start}-{part.stop} seq_len {seq_len} seed {seed}"
+
+    def of_length(self, num_samples: int) -> "SFTDataset":
+        """Return these samples as a dataset of another number of them."""
+        other = copy(self)
+        other.num_samples = num_samples
+        return other
 
     def __len__(self) -> int:
         return self.num_samples
@@ -174,28 +210,22 @@ def encode_question(messages: Sequence[dict[str, Any]], tokenizer: Tokenizer) ->
     return encode_templated(chat, tokenizer)[0]
 
 
-def encode_line(line: bytes, tokenizer: Tokenizer, special: bool, counts: Counter[str]) -> list[list[int]]:
-    """Encode the document of a line: context and answer in turn.  Raises ValueError with what is wrong and the fix.
+def encode_line(line: object, tokenizer: Tokenizer, special: bool, counts: Counter[str]) -> list[list[int]]:
+    """Encode a row, or as bytes a line: context and answer in turn.  Raises ValueError: what is wrong, and the fix.
 
     counts: adds a line to `templated` if it takes the tokenizer's template, to `special` if a text has a special token.
     """
-    try:
-        row = parse_json(line.rstrip())
-    except ValueError as error:
-        why: object = error  # nested too deeply, or not UTF-8
-        if isinstance(error, json.JSONDecodeError):
-            why = f"{error.msg} at character {error.pos + 1}"
-        raise ValueError(f"is not JSON ({why}); correct it") from error
-    if b"\\ud" in line.lower():  # tokenizers raise, or replace it silently
+    row = to_messages(parse_line(line) if isinstance(line, bytes) else line)
+    if not isinstance(line, bytes) or b"\\ud" in line.lower():  # tokenizers raise, or replace it silently
         why = "has an escape of half a character, \\ud800 to \\udfff; write the character as UTF-8, or as two escapes"
         with errors_as(ValueError, lambda _: why, UnicodeError):
-            json.dumps(row, ensure_ascii=False).encode()
+            json.dumps(row, ensure_ascii=False, default=str).encode()
     keys = {"prompt", "completion", "messages"} & (row.keys() if isinstance(row, dict) else set())
     if keys == {"messages"}:
         return _encode_messages(row, tokenizer, special, counts)
     if keys != {"prompt", "completion"}:
         found = ", ".join(sorted(keys)) or "none"
-        fix = "give prompt and completion, or messages"
+        fix = "give prompt and completion, or messages (or the keys of Alpaca or ShareGPT)"
         raise ValueError(f"has {found} of the keys prompt, completion and messages; {fix}")
     for key in sorted(keys):
         if not isinstance(row[key], str):
@@ -249,23 +279,47 @@ def _check_messages(messages: object, by_template: bool) -> None:
         raise ValueError("has an empty answer of the assistant; fill it in, or drop the line")
 
 
-def _tokenize(folder: Path, paths: list[str], tokenizer: Tokenizer, special: bool) -> None:
+def _tokenize(folder: Path, paths: list[str], tokenizer: Tokenizer, special: bool, skip_bad: bool) -> None:
     """Write documents.bin/.idx, lines.npy, int64 [documents, 2]: number of the file, number of the line, and
     counts.npy, int64 [2]: of lines that took a template, and of lines with a special token in a text.
+
+    skip_bad: write also SKIPPED, [how many rows are left out, the first of them]. Without it they are an error.
     """
-    lines, counts = [], Counter[str]()
-    with IndexedWriter(folder / "documents", best_dtype(tokenizer.vocab_size)) as writer:
+    lines, counts, defects, count = [], Counter[str](), list[Defect](), 0
+    sizes = [size_of(path) for path in paths]
+    with (
+        IndexedWriter(folder / "documents", best_dtype(tokenizer.vocab_size)) as writer,
+        # On a terminal alone, and only if it takes longer than a second.
+        tqdm(total=sum(sizes), unit="B", unit_scale=True, desc="tokenizing", disable=None, delay=1) as bar,
+    ):
         for number, path in enumerate(paths):
-            with open(path, "rb") as file:
-                for line, text in enumerate(lines_of(file, path), 1):
-                    if not text.strip():
-                        continue
-                    with errors_as(ValueError, lambda error: f"{path}: line {line} {error}", ValueError):
-                        parts = encode_line(text, tokenizer, special, counts)
+            for line, row in read_rows(path):
+                try:
+                    parts = encode_line(row, tokenizer, special, counts)
+                except ValueError as error:
+                    count += 1
+                    defects += [(number, line, short(error, WHY))][: SHOWN - len(defects)]
+                else:
                     writer.add_document([np.array(part, np.int64) for part in parts])
                     lines.append((number, line))
-    if tokenizer.chat is not None:
-        tokenizer.chat.close()
+                bar.update(len(row) if isinstance(row, bytes) else 0)
+            bar.update(sum(sizes[: number + 1]) - bar.n)
+        if tokenizer.chat is not None:
+            tokenizer.chat.close()
+        if count and not (skip_bad and lines):
+            raise ValueError(f"{_listed(paths, defects, count)}; data.bad_lines=skip leaves such lines out")
     if not lines:
         raise ValueError(f"data.paths: there is no line in {', '.join(paths)}; give prompt and completion, or messages")
     save_arrays(folder, lines=np.array(lines), counts=np.array([counts["templated"], counts["special"]]))
+    if skip_bad:
+        write_json(folder / SKIPPED, [count, defects])
+
+
+def _listed(paths: list[str], defects: Iterable[Defect], count: int) -> str:
+    """Name the first of `count` defective lines."""
+    words, before = list[str](), None
+    for number, line, why in defects:
+        where = "" if number == before else f"{paths[number]}: "
+        words.append(f"{where}{row_name(paths[number])} {line} {why}")
+        before = number
+    return "; ".join(words) + (f"; and {count - len(words):,} more" if count > len(words) else "")

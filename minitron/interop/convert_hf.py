@@ -55,6 +55,11 @@ def main(argv: list[str]) -> None:
     add("--max-shard-gb", type=positive(float), default=5.0, metavar="GB", help="size of a file (%(default)s)")
     add("--base", metavar="FOLDER", help="of LoRA: where the frozen weights are now")
     add("--adapter", action="store_true", help="of LoRA: the adapters alone, in PEFT's format")
+    add(
+        "--hf-base",
+        metavar="HF_FOLDER",
+        help="of --adapter: where PEFT finds the base (the base, if it is such a folder)",
+    )
     add("--tokenizer", metavar="SPEC", help="as data.tokenizer (that of the weights' source, or the run's)")
     add("--dtype", choices=DTYPES, help="number format of the weights (those of training, or of the import)")
     options = parser.parse_args(argv)
@@ -63,7 +68,7 @@ def main(argv: list[str]) -> None:
         source = Source(reader.model, reader.precision, reader.note, reader.read)
         import_weights(source, options.target, options.dtype, partial(hf_tokenizer.keep, reader.path))
     elif options.adapter:
-        export_adapter(options.source, options.target, options.dtype, options.base)
+        export_adapter(options.source, options.target, options.dtype, options.base, options.hf_base)
     else:
         max_bytes = int(options.max_shard_gb * 1e9)
         export_folder(options.source, options.target, options.dtype, max_bytes, options.base, options.tokenizer)
@@ -100,13 +105,14 @@ def export_folder(
     )
 
 
-def export_adapter(source: str, target: str, dtype: str | None, base: str | None) -> None:
+def export_adapter(source: str, target: str, dtype: str | None, base: str | None, hf_base: str | None) -> None:
     """Write adapter_config.json and adapter_model.safetensors to `target`. Raises ValueError for what is no adapter."""
     reader = open_weights(source, base=base)
     if not isinstance(reader, MergedAdapter):
         raise ValueError(f"{source} holds no adapter; leave --adapter out, or name a checkpoint of finetune.kind=lora")
     reader.adapter.verify()
-    (settings, tensors), dtype = hf_export.peft(reader), dtype or reader.cfg.precision.dtype
+    settings, tensors = hf_export.peft(reader, hf_export.peft_base(reader, hf_base))
+    dtype = dtype or reader.cfg.precision.dtype
     with new_folder(target) as folder:
         tensors = {name: tensor.to(DTYPES[dtype]).clone() for name, tensor in tensors}
         whole = save(tensors, metadata={"format": "pt"})  # save_file would let nobody else read it

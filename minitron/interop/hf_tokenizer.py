@@ -33,6 +33,7 @@ FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", GENERATION),
 )
+SPECS = {"tokenizer.json": "hf:{}", "tokenizer.model": "llama2:{}/tokenizer.model", "vocab.json": "gpt2:{}"}
 SAMPLE = "It isn't 1,234567 o'clock,\n\n  she says:\tdef f(x): return x\r\n Ol\u00e9, \u4eca\u65e5\u306f \U0001f600!  "
 CHAT_TEMPLATE = (
     "{{ '<|begin_of_text|>' }}{% for message in messages %}{{ '<|start_header_id|>' + message['role'] + "
@@ -130,12 +131,19 @@ def find_kept(reader: Weights) -> Path | None:
     return None
 
 
+def spec_of(reader: Weights) -> str | None:
+    """Return data.tokenizer as weights were trained with it, or that of their source; None if there is none."""
+    if (own := config_of(reader).data.tokenizer) != "corpus":
+        return own
+    folder = reader.path if reader.index.name == "config.json" else find_kept(reader)
+    return next((spec.format(folder) for name, spec in SPECS.items() if folder and (folder / name).is_file()), None)
+
+
 def same_ids(folder: Path, own: Tokenizer) -> bool:
     """Tell whether a folder's tokenizer encodes as the run's does; False also if it cannot be read."""
-    specs = [f"hf:{folder}", f"llama2:{folder / 'tokenizer.model'}", f"gpt2:{folder}"]
-    for spec in specs:
+    for spec in SPECS.values():
         try:
-            kept = load_tokenizer(spec)
+            kept = load_tokenizer(spec.format(folder))
         except ValueError:
             continue
         return kept.vocab_size == own.vocab_size and kept.encode(SAMPLE) == own.encode(SAMPLE)

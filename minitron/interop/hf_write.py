@@ -11,12 +11,16 @@ Left out: starting from an adapter of PEFT's; have PEFT merge it.
 """
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import torch
 from torch import Tensor
 
+from minitron.checkpoint.load import check_tensors
+from minitron.checkpoint.weights import best_kind
 from minitron.config import rules
 from minitron.config.schema import ModelConfig
-from minitron.interop.hf import FORMATS, ROPE_SCALING, tensor_map
+from minitron.interop.hf import FORMATS, ROPE_SCALING, FolderReader, tensor_map
 from minitron.interop.weights import AdapterRows, MergedAdapter
 from minitron.kernels.gemm import DTYPES
 
@@ -66,14 +70,14 @@ def export(
             row += part.shape[0]
 
 
-def peft(adapter: MergedAdapter) -> tuple[dict, Iterator[tuple[str, Tensor]]]:
-    """Make adapter_config.json, and the tensors of adapter_model.safetensors. Raises ValueError."""
+def peft(adapter: MergedAdapter, base: str) -> tuple[dict, Iterator[tuple[str, Tensor]]]:
+    """Make adapter_config.json and the tensors of adapter_model.safetensors. base: see peft_base. Raises ValueError."""
     pairs = list(_modules(adapter))
     lora, gpt = adapter.cfg.lora, adapter.cfg.model.family == "gpt"
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(adapter.base.path),
+        "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
@@ -89,6 +93,29 @@ def peft(adapter: MergedAdapter) -> tuple[dict, Iterator[tuple[str, Tensor]]]:
         for side, tensor in zip("AB", adapter.factors(name, part, rows, scaled=False))
     )
     return settings, tensors
+
+
+def peft_base(adapter: MergedAdapter, named: str | None) -> str:
+    """Return the Hugging Face folder of an adapter's base: `named`, the base itself, or its export beside it.
+
+    Raises ValueError if there is none, or if it holds other weights: the first row of each tensor is compared.
+    """
+    base, fix = adapter.base, "give --hf-base HF_FOLDER"
+    places = [Path(named)] if named else [base.path, base.path.with_name(f"{base.path.name}-hf")]
+    folder = next((place.expanduser().absolute() for place in places if (place / "config.json").exists()), None)
+    if folder is None:
+        why = f"PEFT opens a Hugging Face folder, and the base is known as {base.path} alone"
+        raise ValueError(f"{why}; export it (python tools/convert_hf.py export {base.path} HF_FOLDER) and {fix}")
+    theirs = FolderReader(folder, adapter.cfg.model.vocab_multiple)
+    check_tensors(theirs, {name: list(base.shape(name)) for name in base.names() if best_kind(base, name)}, fix)
+    for name in theirs.names():
+        first, row = (0,) * len(theirs.shape(name)), (1, *theirs.shape(name)[1:])
+        pair = (reader.read(name, best_kind(reader, name), first, row).float() for reader in (base, theirs))
+        if not torch.allclose(*pair, rtol=2**-7, atol=1e-7):  # an export is rounded to bf16
+            raise ValueError(
+                f"{folder} has another {name} than {base.path}, beside which it was trained; {fix} of that"
+            )
+    return str(folder)
 
 
 def _modules(adapter: MergedAdapter) -> Iterator[tuple[str, str, AdapterRows, slice]]:

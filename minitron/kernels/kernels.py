@@ -66,7 +66,7 @@ def choose(cfg: Config, device: torch.device | str) -> Kernels:
 
         ops, add_now = fused, fused.add_now
     apex = choose_apex(cfg.train.kernels, device) or ops
-    places = dict(documents=cfg.data.separate_documents, ring=p.cp > 1 and p.cp_style != "ulysses")
+    places = dict(documents=cfg.data.separates, ring=p.cp > 1 and p.cp_style != "ulysses")
     dtype = DTYPES[cfg.precision.dtype]
     attend = attention.choose(m.attention, device, dtype, m.head_width, m.attention_dropout, **places)
     names = fp8_names(cfg, range(m.num_layers), head=True) if cfg.log.numerics_every else []

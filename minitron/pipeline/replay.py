@@ -70,10 +70,10 @@ def why_eager(cfg: Config, device: torch.device, masks_documents: bool) -> str |
     """
     if device.type != "cuda":
         return "there is no GPU"
-    if cfg.data.separate_documents and cfg.parallel.cp > 1 and cfg.parallel.cp_style != "ulysses":
+    if cfg.data.separates and cfg.parallel.cp > 1 and cfg.parallel.cp_style != "ulysses":
         keeps = f"parallel.cp_style={cfg.parallel.cp_style} keeps boundaries of documents on the host"
         return f"{keeps}; parallel.cp_style=ulysses does not"
-    if cfg.data.separate_documents and not masks_documents:
+    if cfg.data.separates and not masks_documents:
         keeps = "this attention takes one document after another, by boundaries on the host"
         return keeps if cfg.model.attention == "auto" else f"{keeps}; model.attention=auto does not"
     return None

@@ -40,14 +40,15 @@ from minitron.planner.search import Found, search
 from minitron.planner.work import HIDDEN
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str], load: cli.Load = cli.load) -> None:
+    """Run the command. load: reads files and overrides."""
     o = parse(argv)
     machine = choose_machine(o.device, o.fabric, o.software, o.devices)
     if o.sweep:
-        rows = list(sweep(o, machine))
+        rows = list(sweep(o, machine, load))
         print(json.dumps(rows) if o.json else sweep_table(rows, o.tokens))
         return
-    given = cli.load(o.config)
+    given = load(o.config)
     cfg = searchable(given, o.world) if o.search else given
     rules.check(cfg, o.world)
     job = plan(cfg, o.world, machine)
@@ -336,13 +337,13 @@ def difference(given: Plan, best: Plan, changed: dict[str, object]) -> str:
 # ---- several jobs ----------------------------------------------------------------------------------------------------
 
 
-def sweep(o: argparse.Namespace, machine: Machine) -> Iterator[dict]:
+def sweep(o: argparse.Namespace, machine: Machine, load: cli.Load) -> Iterator[dict]:
     """Plan the job, or with --search its fastest layout, for every combination of values; yield a row of each."""
     for values in product(*(values for _, values in o.sweep)):
         chosen_values = dict(zip((key for key, _ in o.sweep), values))
         keys = [f"{key}={value}" for key, value in chosen_values.items() if key != "world"]
         try:
-            world, given = positive(int)(chosen_values.get("world", str(o.world))), cli.load([*o.config, *keys])
+            world, given = positive(int)(chosen_values.get("world", str(o.world))), load([*o.config, *keys])
             cfg = searchable(given, world, quiet=True) if o.search else given
             rules.check(cfg, world)
             job = plan(cfg, world, machine)

@@ -70,7 +70,7 @@ def document_tokens(cfg: Config) -> float:
     of a quarter sample, cut at the sample's end.
     """
     s, longest = cfg.train.seq_len, cfg.data.document_length
-    if not cfg.data.separate_documents:
+    if not cfg.data.separates:
         return s
     if longest is None:
         return 2 * MOCK_DOCUMENT * (1 - MOCK_DOCUMENT) * s
@@ -265,7 +265,7 @@ class StageTime:
         length = keys / p.cp if ring else keys  # of a kernel's call
         one_way = 2 * share * pairs * 2
         # kernels/attention.py gives documents to a kernel of its own, on a ring to flash, and dropout to the former
-        apart = self.fused and self.cfg.data.separate_documents and not m.attention_dropout
+        apart = self.fused and self.cfg.data.separates and not m.attention_dropout
         packed = apart and not ring and m.attention in ("auto", "fused")
         flash = m.attention in ("flash", "flash-attn") or packed or apart and m.attention == "auto"
         length *= PACKED_KEYS if packed else 1

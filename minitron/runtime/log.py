@@ -92,6 +92,12 @@ class Log(AbstractContextManager):
     def last_step(self) -> int | None:
         return self._recent[-1].step if self._recent else None
 
+    def follow(self, cfg: Config) -> None:
+        """Continue with the configuration of the run, once its number of steps is known."""
+        self.cfg = cfg
+        if self.metrics is not None:
+            self._write(self.metrics, self._write_config, self.metrics.path.parent)
+
     def iteration(self, it: Iteration) -> None:
         """Record a step. Every log.every steps, and after the last one, also print the line. All ranks call it."""
         self._skipped_total += int(it.skipped)
@@ -271,9 +277,12 @@ class Log(AbstractContextManager):
             if self.rank == 0:
                 self.metrics = File(folder / "metrics.jsonl")
                 self._dllogger = File(folder / "dllogger.json")
-                self._dllog("PARAMETER", log_formats.flattened(asdict(self.cfg), "cfg"))
-                (folder / "config.yaml.new").write_text(to_yaml(self.cfg), encoding="utf-8")
-                (folder / "config.yaml.new").replace(folder / "config.yaml")
+                self._write_config(folder)
+
+    def _write_config(self, folder: Path) -> None:
+        self._dllog("PARAMETER", log_formats.flattened(asdict(self.cfg), "cfg"))
+        (folder / "config.yaml.new").write_text(to_yaml(self.cfg), encoding="utf-8")
+        (folder / "config.yaml.new").replace(folder / "config.yaml")
 
     def _error(self, text: str) -> None:
         """Append a record to errors.log, in one write. If that fails, this rank's log and stderr still have it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from minitron.checkpoint.format import CheckpointError
 from minitron.config import cli, rules
 from minitron.config.schema import Config
 from minitron.interop import hf
+from minitron.interop.base import load as filled
 from minitron.interop.weights import MergedAdapter, fingerprint, open_weights
 from minitron.testing import assert_close_rel
 from test_checkpoint import assert_same, contents, leg, saving, start_trainer, whole
@@ -108,6 +110,67 @@ def test_merged_and_peft_equal_the_trained_adapter(bases, tmp_path, name, target
     # A run that starts from an adapter's checkpoint starts from the merged weights.
     again, _ = start_trainer(tuning(bases(name), "sft", start=tmp_path / "run"))
     assert_close_rel(logits_of(again, batch), ours, 1e-5)
+
+
+def test_peft_opens_the_base_of_an_imported_checkpoint(bases, tmp_path):
+    """The folder is asked for, or is the checkpoint's own export; one with other weights is refused."""
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    convert("import", bases("llama"), tmp_path / "base")
+    cfg = saving(tuning(bases("llama"), start=tmp_path / "base"), tmp_path / "run")
+    leg(cfg, 2)
+    trainer, _ = start_trainer(cfg)
+    batch = batch_of(cfg.model.vocab_size)
+    with pytest.raises(ValueError, match="--hf-base HF_FOLDER"):
+        convert("export", tmp_path / "run", tmp_path / "adapter", "--adapter")
+    shutil.copytree(bases("llama"), tmp_path / "other")
+    weights = load_file(tmp_path / "other" / "model.safetensors")
+    weights["model.layers.1.mlp.gate_proj.weight"] = weights["model.layers.1.mlp.gate_proj.weight"] * 1.1
+    save_file(weights, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="blocks.1.mlp.up.weight"):
+        convert("export", tmp_path / "run", tmp_path / "adapter", "--adapter", "--hf-base", tmp_path / "other")
+    convert("export", tmp_path / "run", tmp_path / "named", "--adapter", "--hf-base", bases("llama"))
+    convert("export", tmp_path / "base", tmp_path / "base" / "step_00000000-hf", "--dtype", "bf16")
+    convert("export", tmp_path / "run", tmp_path / "beside", "--adapter")
+    assert "step_00000000-hf" in (tmp_path / "beside" / "adapter_config.json").read_text()
+    with torch.no_grad():
+        theirs = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "named").eval()(batch.tokens.t()).logits
+    assert_close_rel(logits_of(trainer, batch), theirs, 1e-5)
+
+
+@pytest.mark.parametrize("imported", [False, True])
+def test_a_base_brings_its_model_and_tokenizer(bases, tmp_path, imported):
+    """As its files describe it; every key that contradicts it is one error, and what belongs to a run is the run's."""
+    base, own = tmp_path / "own", hf.FolderReader(bases("llama3.1")).model
+    shutil.copytree(bases("llama3.1"), base)
+    (base / "tokenizer.json").write_text("{}")
+    kept = base
+    if imported:
+        convert("import", base, tmp_path / "imported")
+        base, kept = tmp_path / "imported", tmp_path / "imported" / "tokenizer"
+    argv = ["finetune.kind=lora", f"finetune.base={base}", "model.attention_dropout=0.25"]
+    found = filled(argv)
+    assert found.model == dataclasses.replace(own, attention_dropout=0.25)
+    assert found.data.tokenizer == "corpus"  # of other data
+    argv.append("data.source=sft")
+    assert filled(argv).data.tokenizer == f"hf:{kept}"
+    assert filled([*argv, "data.tokenizer=bytes"]).data.tokenizer == "bytes"
+    recipe = tmp_path / "recipe.yaml"
+    wrong = dict(num_layers=9, hidden_size=2, ffn_hidden_size=3, num_heads=1, vocab_size=9, norm_eps=0.5)
+    recipe.write_text(json.dumps({"model": wrong, "train": {"steps": 7}}))
+    with pytest.raises(ValueError, match="model=null") as caught:
+        filled([str(recipe), *argv])
+    for key, value in wrong.items():
+        assert f"model.{key} was {getattr(own, key)} and is {value}" in str(caught.value)
+    again = filled([str(recipe), "model=null", *argv])
+    assert again.model == found.model and again.train.steps == 7
+    assert filled([str(recipe), *(f"model.{key}=null" for key in wrong), *argv]).model == found.model
+
+
+def test_a_base_that_is_not_here_needs_the_sizes_of_its_model(tmp_path):
+    argv = ["finetune.kind=sft", f"finetune.base={tmp_path}"]
+    with pytest.raises(ValueError, match="holds no weights here"):
+        filled(argv)
+    assert filled([*argv, "model.num_layers=4"]) == cli.load([*argv, "model.num_layers=4"])
 
 
 def test_peft_finds_no_more_modules_than_were_trained(bases, tmp_path, recwarn):

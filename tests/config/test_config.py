@@ -163,7 +163,6 @@ def test_help_lists_every_key(capsys):
         ("data.paths=[[a]]", ["data.paths=[[a]] is not a list of texts"]),
         ("parallel.layers_per_stage=[1,a]", ["is not a list of integers, or null", "parallel.layers_per_stage=[8, 8]"]),
         ("model=3", ["model=3 is not a section", "model.family=llama"]),
-        ("model=null", ["model=null is not a section"]),
         ("model.rope_scaling=3", ["model.rope_scaling=3 is not a section, or null", "model.rope_scaling.factor=8.0"]),
         ("", ["an empty argument is neither a YAML file nor an override"]),
         ("parallel.tp", ["parallel.tp is neither a YAML file nor an override", "section.key=value"]),
@@ -334,6 +333,19 @@ def test_text_in_files_needs_no_quotes(tmp_path, text):
 def test_what_a_value_is_not(argument, message):
     told = error_of([argument])
     assert message in told and len(told) < 1000
+
+
+def test_a_null_drops_what_a_file_has_set(tmp_path):
+    (tmp_path / "a.yaml").write_text("train: {steps: 7, seed: 8}\nmodel: {num_layers: 9, num_kv_heads: 2}")
+    argv, below = [str(tmp_path / "a.yaml")], ({"train": {"steps": 5}, "model": {"num_layers": 6}}, "base")
+    assert cli.load([*argv, "train.steps=3", "train.steps=null"]).train == dataclasses.replace(Config().train, seed=8)
+    assert cli.load([*argv, "train=null", "model=null"]) == Config()
+    assert cli.load([*argv, "train.steps=null"], below).train.steps == 5
+    assert cli.load([*argv, "model=null"], below).model.num_layers == 6
+    assert cli.load([*argv, "model.num_kv_heads=null"]).model.num_kv_heads is None  # a value of this key
+    (tmp_path / "a.yaml").write_text("train: {steps: }")
+    with pytest.raises(ValueError, match="train.steps=null is not an integer"):
+        cli.load(argv)
 
 
 def test_nothing_is_said_by_null(tmp_path):
@@ -689,10 +701,11 @@ EXPORTED_GPT += ["checkpoint.export=hf", "checkpoint.dir=x"]
             1,
             ["data.source=sft has nothing to read; set data.paths=[FILE.jsonl,...], or [docstrings]"],
         ),
+        (["data.too_long=skip"], 1, ["data.too_long=skip does not go with data.source=corpus", "data.too_long=null"]),
         (
-            ["data.source=sft", "data.paths=[a]"],
+            ["data.source=sft", "data.paths=[a]", "train.epochs=2", "train.steps=9"],
             1,
-            ["data.source=sft keeps the documents", "data.separate_documents=true"],
+            ["train.epochs=2 contradicts train.steps=9", "train.steps=null"],
         ),
         (["data.valid_paths=[a]"], 1, ["data.valid_paths=[a] does not go with data.source=corpus; drop it"]),
         (

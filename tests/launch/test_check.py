@@ -184,20 +184,21 @@ def test_data_files_are_opened(stage, spoil, message):
         assert (status, mark) == (1, "wrong") and re.search(message, text), text
 
 
-def test_fine_tuning_looks_for_weights_and_reads_first_lines(stage, tmp_path):
+def test_fine_tuning_looks_for_weights_and_reads_all_lines(stage, tmp_path):
     env = variables(stage, FT_TYPE="lora", TOKENIZER="bytes", DATASET=str(tmp_path / "a.jsonl"))
-    (tmp_path / "a.jsonl").write_text('{"prompt": "2 + 2 ="}\n')
+    good = json.dumps({"prompt": "2 + 2 =", "completion": " 4"}) + "\n"
+    (tmp_path / "a.jsonl").write_text(good * 20 + '{"prompt": "2 + 2 ="}\n')
     status, found = check("finetune", "-N", "2", env=env)
     assert (
         status == 1
         and found["base"][0] == "wrong"
         and "run FINETUNE=8b launch/setup.sh, or set BASE" in found["base"][1]
     )
-    assert found["data"][0] == "wrong" and "a.jsonl: its first line has prompt of the keys" in found["data"][1]
+    assert found["data"][0] == "wrong" and "a.jsonl: line 21 has prompt of the keys" in found["data"][1]
     (stage / "base").mkdir()
-    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "2 + 2 =", "completion": " 4"}))
+    (tmp_path / "a.jsonl").write_text(good * 99)
     status, found = check("finetune", "-N", "2", env=env | {"BASE": str(stage / "base")})
-    assert found["data"] == ("ok", "1 file of questions and answers")
+    assert found["data"][0] == "ok" and "all read" in found["data"][1] and "96 documents" in found["data"][1]
     assert found["base"][0] == "wrong" and "base" in found["base"][1] and status == 1
 
 

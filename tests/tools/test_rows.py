@@ -7,6 +7,7 @@ import sys
 import pytest
 import zstandard
 
+from minitron.data import rows as tables
 from minitron.data.indexed import IndexedDataset
 from tools import preprocess_data, rows
 
@@ -49,7 +50,7 @@ def expected(tmp_path):
 def test_parquet_is_its_lines(tmp_path, table, expected, monkeypatch, batch_bytes, at_a_time):
     """In row groups of any size, compressed or not, with strings as Arrow has them, under any name of the file."""
     monkeypatch.setattr(rows, "BATCH_BYTES", batch_bytes)
-    monkeypatch.setattr(rows, "ROWS", at_a_time)
+    monkeypatch.setattr(tables, "ROWS", at_a_time)
     wide = pyarrow.table({"body": pyarrow.array(TEXTS, pyarrow.large_string())} | OTHERS)
     few = pyarrow.table({"body": pyarrow.array(TEXTS).dictionary_encode()} | OTHERS)
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=33, compression="zstd")

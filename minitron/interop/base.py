@@ -1,0 +1,74 @@
+"""Fill the configuration of a fine-tuning from its base: the sizes of the model, and the tokenizer.
+
+    python -m minitron.finetune finetune.kind=lora finetune.base=Llama-3.1-8B data.source=sft data.paths=[chats.jsonl]
+
+Problem: the weights have a description beside them, and a command line that repeats it may contradict it. The idea: the
+description is read like a configuration file, below those of the user, so a key that the user gives wins. Then one
+error lists all such keys that are of another model. What belongs to a run (OWN) is not taken.
+Only config.json or index.json is opened, and torch is loaded only if there is a base.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from minitron.config import cli
+from minitron.config.schema import Config
+
+OWN = ("init_std", "hidden_dropout", "attention_dropout", "attention", "head_piece")
+
+
+class Described(NamedTuple):
+    """What is written beside weights. The attributes are those of `Weights`."""
+
+    path: Path
+    index: Path
+    config: dict[str, Any]
+
+
+def load(argv: list[str]) -> Config:
+    """Return the Config of files and overrides, filled from finetune.base. Raises ValueError.
+
+    A base that is not here is left to the run, if the keys give a model.
+    """
+    cfg = cli.load(argv)
+    if cfg.finetune.base is None:
+        return cfg
+    from minitron.checkpoint.load import MEANING, STRUCTURE, check_model
+    from minitron.checkpoint.weights import config_of
+    from minitron.interop.hf_tokenizer import spec_of
+
+    base, key = describe(cfg.finetune.base), f"finetune.base={cfg.finetune.base}"
+    if base is None:
+        if cli.load(argv, ({"model": {"num_layers": 9999}}, "")).model.num_layers == 9999:
+            why = "holds no weights here, and no model.* gives their sizes"
+            raise ValueError(f"{key} {why}; name a Hugging Face folder or a minitron checkpoint")
+        return cfg
+    tree: dict[str, Any] = {"model": {k: v for k, v in asdict(config_of(base).model).items() if k not in OWN}}
+    if cfg.data.source == "sft" and (spec := spec_of(base)):
+        tree["data"] = {"tokenizer": spec}
+    filled = cli.load(argv, (tree, key))
+    fix = f"drop these keys or those of a file (model=null drops all), or name another base than {cfg.finetune.base}"
+    check_model(base, filled, STRUCTURE + MEANING, fix)
+    return filled
+
+
+def describe(path: str) -> Described | None:
+    """Read what is beside the weights in a folder; None if it holds none. Raises CheckpointError."""
+    from minitron.checkpoint.directory import newest
+    from minitron.checkpoint.format import INDEX, disk_errors, read_index
+    from minitron.interop.hf import _json, model_config
+
+    folder = Path(os.path.expanduser(path))
+    with disk_errors(folder):
+        foreign = (folder / "config.json").exists()
+    if foreign:
+        index = folder / "config.json"
+        model = model_config(_json(index), str(index))
+        return Described(folder, index, {"model": asdict(model), "precision": {}, "data": {}})
+    folder = newest(folder) or folder
+    index = folder / INDEX
+    return Described(folder, index, read_index(index)["config"]) if index.exists() else None

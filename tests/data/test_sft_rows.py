@@ -1,0 +1,186 @@
+"""Fine-tuning data as people have it: other keys and files equal plain ones, bad and long rows, blends, epochs."""
+
+import itertools
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+
+from minitron import pretrain
+from minitron.config import cli, rules
+from minitron.data.cache import Cache
+from minitron.data.rows import read_rows
+from minitron.data.sft import SHOWN, TokenizedFiles
+from minitron.interop.tokenizers import load_tokenizer
+from test_pretrain import records
+from test_sft import S, datasets, rows, write
+from test_tokenizers import llama3_file  # noqa: F401  (a fixture)
+
+
+def message(role, content):
+    return {"role": role, "content": content}
+
+
+ASKED = [
+    [message("user", "the\n\nend"), message("assistant", "it")],
+    [message("user", "the"), message("assistant", "end"), message("user", "it"), message("assistant", "the")],
+    [message("system", "it"), message("user", "end"), message("assistant", "the")],
+]
+TURNS = [{"from": who, "value": text} for who, text in zip(["human", "gpt"] * 2, ["the", "end", "it", "the"])]
+OTHERS = [
+    {"instruction": "the", "input": "end", "output": "it"},
+    {"conversations": TURNS},
+    {"instruction": "end", "input": "", "output": "the", "system": "it"},
+]
+
+
+def tokens(path, tokenizer, folder):
+    documents = TokenizedFiles([str(path)], tokenizer, Cache(folder / "cache"))
+    return [tuple(array.tolist() for array in documents.get(i, 999)) for i in range(len(documents))]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "arrow"])
+def test_other_keys_and_files_are_messages(tmp_path, llama3_file, kind):  # noqa: F811
+    """Alpaca and ShareGPT, in lines, in a list and in tables, whose rows have a null for each key of other rows."""
+    tokenizer = load_tokenizer(f"llama3:{llama3_file}")
+    expected = tokens(write(tmp_path, [{"messages": m} for m in ASKED]), tokenizer, tmp_path)
+    for name, content in ("others", OTHERS), ("same", [{"messages": m} for m in ASKED]):
+        path = tmp_path / f"{name}.{kind}"
+        if kind == "jsonl":
+            write(tmp_path, content, path.name)
+        elif kind == "json":
+            path.write_text(json.dumps(content, indent=1))
+        else:
+            pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install pyarrow")
+            from pyarrow import ipc, parquet
+
+            table = pyarrow.Table.from_pylist(content, pyarrow.schema(schema_of(pyarrow)))
+            if kind == "parquet":
+                parquet.write_table(table, path)
+            else:
+                with ipc.new_stream(str(path), table.schema) as writer:
+                    writer.write_table(table)
+        assert tokens(path, tokenizer, tmp_path) == expected
+        if kind in ("parquet", "arrow"):
+            assert [row for _, row in read_rows(str(path))] == content
+
+
+def schema_of(pyarrow):
+    text, turns = pyarrow.string(), lambda *names: pyarrow.list_(pyarrow.struct([(n, pyarrow.string()) for n in names]))
+    columns = dict.fromkeys(("instruction", "input", "output", "system"), text)
+    return columns | {"conversations": turns("from", "value"), "messages": turns("role", "content", "name")}
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({"instruction": 3, "output": "x"}, "an instruction, input or output that is no text"),
+        ({"instruction": "x", "output": ""}, "an empty answer"),
+        ({"conversations": [{"from": "gpt", "value": "x"}]}, "the roles assistant"),
+        ({"conversations": "x"}, "messages that are no list"),
+        ({"conversations": [{"from": "human"}]}, "messages that are no list"),
+    ],
+)
+def test_bad_rows_of_others(tmp_path, row, message):
+    with pytest.raises(ValueError, match=f"row 2 has {message}"):
+        path = tmp_path / "a.json"
+        path.write_text(json.dumps([{"prompt": "a", "completion": "b"}, row]))
+        datasets(tmp_path, [path])
+
+
+def test_all_bad_lines_are_found_at_once_or_left_out(tmp_path):
+    """The first SHOWN are named, the others counted; without them the data are those of a file that never had them."""
+    good, bad = rows(20), ["nonsense", {"prompt": "a"}, {"prompt": 3, "completion": "x"}] * 5
+    mixed = [line for pair in itertools.zip_longest(good, bad) for line in pair if line is not None]
+    path, plain = write(tmp_path, mixed), write(tmp_path, good, "plain.jsonl")
+    numbers = [i for i, line in enumerate(mixed, 1) if line in bad]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="data.bad_lines=skip") as caught:
+            datasets(tmp_path, [path])
+        assert [int(n) for n in re.findall(r"line (\d+) ", str(caught.value))] == numbers[:SHOWN]
+        assert f"{len(bad) - SHOWN} more" in str(caught.value) and str(caught.value).startswith(path)
+        skipped, expected = datasets(tmp_path, [path], bad_lines="skip"), datasets(tmp_path, [plain])
+        for i in range(expected.train.packing.num_sequences):
+            assert skipped.train[i].tokens.tolist() == expected.train[i].tokens.tolist()
+        assert f"{len(bad)} bad lines" in skipped.note and f"line {numbers[0]} " in skipped.note
+        assert expected.note == datasets(tmp_path, [plain], bad_lines="skip").note
+
+
+def test_long_documents_are_cut_left_out_or_refused(tmp_path):
+    lines = [*rows(60, longest=2 * S), {"prompt": "?", "completion": "!" * (S - 1)}]  # the last one fills a sample
+    long = [len(row["prompt"] + row["completion"]) + 1 > S + 1 for row in lines]
+    kept = [row for row, out in zip(lines, long) if not out]
+    assert 10 < len(kept) < 50
+    path, short = write(tmp_path, lines), write(tmp_path, kept, "short.jsonl")
+    left, expected = datasets(tmp_path, [path], split="1", too_long="skip"), datasets(tmp_path, [short], split="1")
+    for i in range(3 * expected.train.packing.num_sequences):
+        assert [a.tolist() for a in left.train[i][:3]] == [a.tolist() for a in expected.train[i][:3]]
+    assert (
+        f"{sum(long)} longer" in left.note and left.info["train"] != datasets(tmp_path, [path], split="1").info["train"]
+    )
+    with pytest.raises(ValueError, match="data.too_long=skip") as caught:
+        datasets(tmp_path, [path], split="1", too_long="error")
+    numbers = [i for i, out in enumerate(long, 1) if out]
+    assert [int(n) for n in re.findall(r"line (\d+) ", str(caught.value))] == numbers[:SHOWN]
+    assert f"{len(numbers) - SHOWN} more" in str(caught.value)
+    assert datasets(tmp_path, [short], too_long="error").info == datasets(tmp_path, [short]).info
+    with pytest.raises(ValueError, match="train.seq_len=2 is too short for every document"):
+        datasets(tmp_path, [path], seq_len=2, too_long="skip")
+
+
+def test_files_are_blended_by_weight(tmp_path):
+    """By the greedy rule, written out; the samples of a file are those that it has alone, however many there are."""
+    files = [write(tmp_path, rows(n), f"{n}.jsonl") for n in (20, 30, 40)]
+    shares = [0.5, 0.3, 0.2]
+    alone = [datasets(tmp_path, [path], split="1").train for path in files]
+    blend = datasets(tmp_path, [str(x) for pair in zip(shares, files) for x in pair], split="1")
+    counts = [0] * 3
+    for k in range(10):
+        which = int(np.argmax([share * max(k, 1) - count for share, count in zip(shares, counts)]))
+        assert blend.train[k].tokens.tolist() == alone[which][counts[which]].tokens.tolist()
+        counts[which] += 1
+    assert all(train.note in blend.note for train in alone)
+    with pytest.raises(ValueError, match="weight"):
+        datasets(tmp_path, [files[0], "0.5", files[1]])
+
+
+def test_epochs_are_the_steps_of_all_samples_also_of_a_blend_that_is_resumed(tmp_path):
+    """As a run of so many steps; documents are kept apart without a key for it."""
+    files = [write(tmp_path, rows(20)), write(tmp_path, rows(9), "b.jsonl")]
+    sequences = sum(datasets(tmp_path, [path], split="1").train.packing.num_sequences for path in files)
+    steps = math.ceil(1.5 * sequences / 4)
+    assert sequences % 4 and 1 < math.ceil(sequences / 4) < steps
+
+    def losses(name, *keys):
+        """Of the steps of this start."""
+        before = len(records(tmp_path / name, "step")) if (tmp_path / name).exists() else 0
+        places = [f"{key}={tmp_path / name}" for key in ("log.dir", "checkpoint.dir")]
+        paths = f"data.paths=[0.5,{files[0]},0.5,{files[1]}]"
+        pretrain.main([*SMALL, *keys, *places, paths, f"data.cache_dir={tmp_path / 'cache'}"])
+        return [record["loss"] for record in records(tmp_path / name, "step")][before:]
+
+    whole = losses("whole", f"train.steps={steps}", "data.separate_documents=true")
+    first = losses("parts", "train.epochs=1")
+    assert len(first) == math.ceil(sequences / 4)
+    assert first + losses("parts", "train.epochs=1.5") == whole
+    written = cli.load([str(tmp_path / "parts" / "config.yaml")])
+    assert (written.train.steps, written.train.epochs) == (steps, None)
+    rules.check(written, 1)
+
+
+SMALL = [
+    "model.num_layers=1",
+    "model.hidden_size=32",
+    "model.ffn_hidden_size=32",
+    "model.vocab_size=300",
+    "data.source=sft",
+    "data.tokenizer=bytes",
+    "data.split=1",
+    f"train.seq_len={S}",
+    "train.global_batch_size=4",
+    "precision.dtype=fp32",
+    "optimizer.lr_schedule=constant",
+    "optimizer.warmup_steps=0",
+]
