@@ -125,7 +125,13 @@ class SFTDataset:
     """
 
     def __init__(
-        self, documents: TokenizedFiles, part: range, num_samples: int, seq_len: int, seed: int, too_long: str
+        self,
+        documents: TokenizedFiles,
+        part: range,
+        num_samples: int,
+        seq_len: int,
+        seed: int,
+        too_long: str = "truncate",
     ):
         whole, capacity = documents.lengths[part.start : part.stop], seq_len + 1
         self.documents, self.num_samples, self.seq_len = documents, num_samples, seq_len
