@@ -84,7 +84,8 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
             from minitron.planner.dryrun import dryrun
 
             options, argv = dryrun.split(argv)
-        evaluates = "--evaluate" in argv
+        if (evaluates := "--evaluate" in argv) and options is not None:
+            raise ValueError("--evaluate does not go with --dry-run, which reads no weights; drop one of them")
         cfg = cli.configure(description, [arg for arg in argv if arg != "--evaluate"], load)
         if finetune != (cfg.finetune.kind is not None):
             raise ValueError(
@@ -151,6 +152,7 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
             mesh.activity.begin("start")
             describe_run(log, trainer, data, start._replace(resume=start.resume and not evaluates), name, startup)
             start = start._replace(reader=None, base_weights=None)  # an index is large, and is not needed any more
+            del begun
             exporter = make_exporter(cfg, log) if rank == 0 else None
             with stop.handling():
                 try:

@@ -117,7 +117,7 @@ NUMBERS = [
 BAD = {
     int: [*NUMBERS, "010", "1e3", "2.5", "1.0", DIGITS, "1_", "10" + "0" * 16, "-7"],
     float: [*NUMBERS, "1e300", "-1e300", "0x1p3", "fast", "1.2.3"],
-    bool: ["", "3", "0", "'true'", "maybe", "null", "[true]", "{}", "tRUE", "1.0", "y", DIGITS],
+    bool: ["", "3", "0", "'true'", "maybe", "[true]", "{}", "tRUE", "1.0", "y", DIGITS],
     str: [
         "",
         "''",
@@ -159,12 +159,12 @@ BAD[schema.Shares] = BAD[str]
 
 
 def bad_values() -> list[str]:
-    """Every key with every value that its type does not take."""
+    """Every key with every value that its type does not take. null drops what a file has set."""
     found = []
     for key, kinds, _ in schema.keys():
         kind = kinds[0]
         if get_origin(kind) is not None or kind in BAD:
-            values = BAD[get_origin(kind) or kind] + (["null"] if len(kinds) == 1 else [])
+            values = BAD[get_origin(kind) or kind]
             if bool in kinds[1:]:  # of text or a boolean
                 values = [value for value in values if value not in ("true", "No")]
             found += [f"{key}={value}" for value in values]
@@ -261,7 +261,6 @@ def garbage(draw: random.Random) -> list[str]:
                 "=" * 50,
                 "/.yaml",
                 f"{key.split('.')[0]}={text.replace('{', '')}",
-                f"{key.split('.')[0]}=null",
             ]
         )
     ]

@@ -262,3 +262,15 @@ def test_an_evaluation_without_weights_is_refused(tmp_path, capsys, where):
     error = capsys.readouterr().err
     assert ended.value.code == 1 and error.count("\n") == 1 and error.startswith("error: --evaluate")
     assert f"checkpoint.dir={place}" in error and not list(tmp_path.iterdir())
+
+
+def test_an_evaluation_is_no_dry_run(capsys):
+    with pytest.raises(SystemExit):
+        pretrain.main(["--evaluate", "--dry-run", "--world", "2"])
+    assert "--evaluate does not go with --dry-run" in capsys.readouterr().err
+
+
+def test_an_evaluation_needs_no_epochs():
+    """Its configuration passes the rules where a run of epochs does."""
+    run = config(Config(), {"train": {"epochs": 2.0}, "data": {"source": "sft"}, "finetune": {"kind": "sft"}})
+    assert alone(run).train.epochs is None

@@ -44,7 +44,7 @@ from minitron.data.gpt import Sample
 from minitron.data.indexed import IndexedDataset, IndexedWriter, best_dtype
 from minitron.data.packing import Packing
 from minitron.data.rows import parse_line, read_rows, row_name, to_messages
-from minitron.data.tokenizers import Tokenizer
+from minitron.data.tokenizers import Tokenizer, UnusableTemplate
 
 FORMAT = 1  # to be raised when this file makes other tokens of a line, so that cached ones are not taken for them
 HEADER = "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"
@@ -302,6 +302,8 @@ def _tokenize(folder: Path, paths: list[str], tokenizer: Tokenizer, special: boo
             for line, row in read_rows(path):
                 try:
                     parts = encode_line(row, tokenizer, special, counts)
+                except UnusableTemplate:  # no row's fault
+                    raise
                 except ValueError as error:
                     count += 1
                     defects += [(number, line, short(error, WHY))][: SHOWN - len(defects)]

@@ -19,6 +19,10 @@ from minitron.data.cache import Cache, fingerprint_of
 Spans = list[tuple[int, int]]  # of a text: first character, and the one after the last
 
 
+class UnusableTemplate(ValueError):
+    """A chat template that no chat can be written with."""
+
+
 class Chat(Protocol):
     """A tokenizer's chat template: minitron/interop/chat_template.py. fingerprint: 16 hex digits."""
 

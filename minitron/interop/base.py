@@ -37,16 +37,20 @@ def load(argv: list[str]) -> Config:
     cfg = cli.load(argv)
     if cfg.finetune.base is None:
         return cfg
+    key, why = f"finetune.base={cfg.finetune.base}", "holds no weights here"
+    try:
+        base = describe(cfg.finetune.base)
+    except ImportError as error:  # of a checker on a machine without torch
+        base, why = None, f"cannot be read here ({error})"
+    if base is None:
+        if cli.load(argv, ({"model": {"num_layers": 9999}}, "")).model.num_layers == 9999:
+            fix = "name a Hugging Face folder or a minitron checkpoint"
+            raise ValueError(f"{key} {why}, and no model.* gives its sizes; {fix}")
+        return cfg
     from minitron.checkpoint.load import MEANING, STRUCTURE, check_model
     from minitron.checkpoint.weights import config_of
     from minitron.interop.hf_tokenizer import spec_of
 
-    base, key = describe(cfg.finetune.base), f"finetune.base={cfg.finetune.base}"
-    if base is None:
-        if cli.load(argv, ({"model": {"num_layers": 9999}}, "")).model.num_layers == 9999:
-            why = "holds no weights here, and no model.* gives their sizes"
-            raise ValueError(f"{key} {why}; name a Hugging Face folder or a minitron checkpoint")
-        return cfg
     tree: dict[str, Any] = {"model": {k: v for k, v in asdict(config_of(base).model).items() if k not in OWN}}
     if cfg.data.source == "sft" and (spec := spec_of(base)):
         tree["data"] = {"tokenizer": spec}

@@ -32,6 +32,7 @@ from pathlib import Path
 
 from minitron.config.files import errors_as, read_bytes
 from minitron.config.installed import pip_install
+from minitron.data.tokenizers import UnusableTemplate
 
 SECONDS, MEMORY_BYTES, CHARACTERS = 10.0, 1 << 30, 32 << 20
 TEMPLATE_BYTES, TRIALS = 1 << 20, 3
@@ -101,12 +102,14 @@ class ChatTemplate:
 
     def _start(self) -> subprocess.Popen:
         if self._ended == TRIALS:  # else each line of a file would take its time
-            raise ValueError(f"follows chats with which the chat template of {self._name} was ended; correct it")
+            raise UnusableTemplate(
+                f"the chat template of {self._name} exceeded its limits in {TRIALS} chats; correct it"
+            )
         try:
             import jinja2  # noqa: F401  (for the other process)
         except ImportError as error:
-            why = f"needs the package jinja2 for the chat template of {self._name}"
-            raise ValueError(f"{why}, which is not installed; {pip_install('chat')}") from error
+            why = f"the chat template of {self._name} needs the package jinja2, which is not installed"
+            raise UnusableTemplate(f"{why}; {pip_install('chat')}") from error
         given = json.dumps([[str(path) for path in sys.path], SECONDS, MEMORY_BYTES, CHARACTERS])
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         process = subprocess.Popen([sys.executable, "-I", "-c", CHILD, given], text=True, encoding="utf-8", **pipes)

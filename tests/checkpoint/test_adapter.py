@@ -20,7 +20,7 @@ from minitron import finetune, pretrain
 from minitron.checkpoint.format import CheckpointError
 from minitron.config import cli, rules
 from minitron.config.schema import Config
-from minitron.interop import hf
+from minitron.interop import base, hf
 from minitron.interop.base import load as filled
 from minitron.interop.weights import MergedAdapter, fingerprint, open_weights
 from minitron.testing import assert_close_rel
@@ -436,3 +436,16 @@ def test_the_program(bases, tmp_path, capsys):
         with pytest.raises(SystemExit) as status:
             program([f"finetune.kind={kind}"])
         assert status.value.code == 1 and line in capsys.readouterr().err
+
+
+def test_a_base_that_cannot_be_read_leaves_the_given_model(tmp_path, monkeypatch):
+    """As for a checker on a machine without torch."""
+
+    def no_torch(path):
+        raise ImportError("No module named 'torch'")
+
+    monkeypatch.setattr(base, "describe", no_torch)
+    words = ["finetune.kind=sft", f"finetune.base={tmp_path}"]
+    assert base.load([*words, "model.num_layers=3"]).model.num_layers == 3
+    with pytest.raises(ValueError, match="cannot be read here .No module named 'torch'.*model"):
+        base.load(words)

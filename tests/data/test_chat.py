@@ -17,6 +17,7 @@ from minitron.data import sft
 from minitron.data.cache import Cache
 from minitron.data.chat import MARK
 from minitron.data.sft import SFTDataset, TokenizedFiles, encode_line, encode_question
+from minitron.data.tokenizers import UnusableTemplate
 from minitron.interop import chat_template
 from minitron.interop.tokenizers import HfTokenizer, load_tokenizer
 
@@ -282,9 +283,18 @@ def test_a_template_that_never_ends_stops_a_file_of_many_lines(bpe, monkeypatch)
     assert len(starts) == chat_template.TRIALS
 
 
+def test_a_template_that_never_ends_is_no_bad_line(bpe, monkeypatch, tmp_path):
+    """data.bad_lines=skip leaves out rows that are wrong, and not all that follow."""
+    monkeypatch.setattr(chat_template, "SECONDS", 0.05)
+    ours, path = ours_of(of_transformers(bpe, HOSTILE["never ends"])), tmp_path / "chats.jsonl"
+    path.write_text((json.dumps({"messages": said("a", "b")}) + "\n") * 5)
+    with pytest.raises(UnusableTemplate, match="the chat template of here"):
+        sft._tokenize(tmp_path, [str(path)], ours, special=False, skip_bad=True)
+
+
 def test_without_jinja2_the_error_says_what_to_install(bpe, monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(ValueError, match="needs the package jinja2 .*-m pip install .*chat"):
+    with pytest.raises(ValueError, match="needs the package jinja2.*-m pip install .*chat"):
         encode(ours_of(of_transformers(bpe, CHATML)), said("a", "b"))
 
 

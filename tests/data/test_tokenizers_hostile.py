@@ -247,6 +247,8 @@ Panic.__name__ = "PanicException"  # as pyo3's, which no module exports
 @pytest.mark.parametrize("error, kind", [(Panic("unwrap on None\nagain"), ValueError), (KeyboardInterrupt(), None)])
 def test_a_panic_at_a_strange_text_is_one_line(tmp_path, error, kind):
     class Library:
+        encode_special_tokens = False
+
         def encode(self, *_, **__):
             raise error
 
