@@ -57,4 +57,5 @@ trap 'rm -f "$errors"' EXIT
     fail "${line#error: }"
 }
 "$python" tools/plot_run.py "$run_dir"
-"$python" tools/tour.py configs/quickstart.yaml "$@" --world "$ranks" --output "$run_dir/tour.html"
+"$python" tools/tour.py configs/quickstart.yaml "$@" --world "$ranks" --output "$run_dir/tour.html" ||
+    echo "The training is complete; only the tour of it failed, see above" >&2

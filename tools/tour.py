@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from math import prod
+from math import inf, isfinite, prod
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an 
 import torch
 
 from minitron.config import cli, rules
+from minitron.config.batch import final
 from minitron.config.command import Parser, positive, run
 from minitron.config.files import errors_as
 from minitron.config.schema import (
@@ -36,12 +37,14 @@ from minitron.config.schema import (
 )
 from minitron.planner.dryrun.trace import block_events, dry_trace, held, real_trace
 from minitron.planner.machine import DEVICES, Machine, choose_machine
-from minitron.planner.page import Tour, few_microbatches, html
+from minitron.planner.page import Tour, few_microbatches, html, judged
 from minitron.testing import RankPool
 
 MOST_RANKS = 8  # that are trained here
 SMALL = dict(num_layers=8, hidden_size=256, ffn_hidden_size=1024, vocab_size=8192)  # a model that is trained as it is
 TOKENS = 16384  # of its global batch, at most
+# Relative differences of losses and gradients by rounding alone. FP8's casts move small gradients far: no limit.
+LIMITS = {"fp32": (1e-4, 1e-4), "fp16": (2e-2, 0.1), "bf16": (2e-2, 0.2), "FP8": (5e-2, None)}
 Start = Callable[..., list]  # start(world, function, *arguments): what each rank returned
 
 
@@ -53,10 +56,12 @@ def main(argv: list[str]) -> None:
     machine = choose_machine(o.device, None, path=DEVICES) if o.device else None
     unwritable = f"--output {o.output} cannot be written"
     with errors_as(ValueError, lambda error: f"{unwritable} ({error}); name another file", OSError):
-        o.output.touch()
+        is_new = not o.output.exists()
+        o.output.open("a").close()
+        if is_new:  # a run that fails leaves no empty page
+            o.output.unlink()
     with RankPool(preload=(real_trace.__module__,)) as pool:
         page = html(collect(cfg, world, machine, pool.run, " ".join(o.config)))
-    unwritable = f"--output {o.output} cannot be written"
     with errors_as(ValueError, lambda error: f"{unwritable} ({error}); name another file", OSError):
         o.output.write_text(page, encoding="utf-8")
     print(f"Tour: {o.output} (open it in a browser)")
@@ -74,6 +79,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def collect(cfg: Config, world: int, machine: Machine | None, start: Start, name: str = "") -> Tour:
     """Run what the page shows. start: starts a function on so many ranks, as `RankPool.run`."""
+    cfg = final(cfg)  # a batch size that grows has its last value here
     twin, twin_world = small_twin(cfg, world)
     with ThreadPoolExecutor(1) as beside:
         proof = beside.submit(prove, twin, twin_world, start)
@@ -98,22 +104,27 @@ def prove(twin: Config, world: int, start: Start) -> tuple[list[dict], list[dict
         layout, (alone,) = start(world, real_trace, cfg), start(1, real_trace, changed(cfg, parallel=one))
         traces = traces or layout
         number_format = f"FP8 ({cfg.precision.fp8})" if cfg.precision.fp8 != "none" else cfg.precision.dtype
-        figures = [[trace["figures"] for trace in layout], alone["figures"]]
-        proofs.append({"format": number_format, "figures": figures, "gradients": differences(layout, alone)})
+        figures = [trace["figures"] for trace in layout]
+        proofs.append(compared(number_format, figures, alone["figures"], differences(layout, alone)))
     return traces, proofs
 
 
 def differences(traces: list[dict], alone: dict) -> list[dict]:
     """Compare the gradients of a layout's ranks with those of one process: for each parameter the relative difference.
 
-    Norms over all copies. rank: which one differs most.
+    Norms over all copies. rank: which one differs most. missing: elements whose gradient no rank owns (below 0: several
+    own it). A gradient that one process lacks is NaN, and so is its difference.
     """
-    whole = {p["name"]: torch.zeros(prod(p["shape"])) for p in alone["params"]}
+    trained = {p["name"]: p["shape"] for p in alone["params"] if p["bucket"] is not None}
+    whole = {name: torch.full((prod(shape),), torch.nan) for name, shape in trained.items()}
     for name, offset, part in alone["gradients"]:
         whole[name][offset : offset + len(part)] = part
-    found: dict[str, dict] = {
-        name: {"name": name, "square": 0.0, "rank": 0, "most": 0.0, "norm": 0.0} for name in whole
+    local = {
+        (p["name"], trace["place"]["pp"], trace["place"]["tp"]): prod(p["local"])
+        for trace in traces
+        for p in trace["params"]
     }
+    found: dict[str, dict] = {name: {"square": 0.0, "rank": 0, "most": 0.0, "norm": 0.0, "count": 0} for name in whole}
     for trace in traces:
         params = {p["name"]: p for p in trace["params"]}
         for name, offset, part in trace["gradients"]:
@@ -126,16 +137,56 @@ def differences(traces: list[dict], alone: dict) -> list[dict]:
             square = float((part - expected).double().square().sum())
             row["square"] += square
             row["norm"] += float(expected.double().square().sum())
-            if square > row["most"]:
+            row["count"] += len(part)
+            if not square <= row["most"]:  # also if it is no number
                 row["most"], row["rank"] = square, trace["rank"]
     return [
         {
-            "name": row["name"],
-            "difference": min((row["square"] / max(row["norm"], 1e-30)) ** 0.5, 1e9) if row["square"] >= 0 else 1e9,
+            "name": name,
+            "difference": (row["square"] / (row["norm"] or 1e-30)) ** 0.5,
             "rank": row["rank"],
+            "missing": (sum(n for key, n in local.items() if key[0] == name) or prod(trained[name])) - row["count"],
         }
-        for row in found.values()
+        for name, row in found.items()
     ]
+
+
+def largest(values: Iterable[float]) -> float:
+    """Return the largest value; one that is not finite is larger than all, and so is the lack of any."""
+    return max(values, key=lambda x: x if isfinite(x) else inf, default=inf)
+
+
+def compared(name: str, layout: list[list[dict]], alone: list[dict], gradients: list[dict]) -> dict:
+    """Judge losses and gradients of one number format, with limits that come from its rounding.
+
+    layout: of each rank the figures of its steps. alone: those of one process. gradients: see `differences`.
+    """
+    steps = [
+        {key: [one[key], *(rank[i][key] for rank in layout)] for key in ("loss", "grad_norm")}
+        for i, one in enumerate(alone)
+    ]
+    loss_limit, limit = LIMITS[name.split()[0]]
+    far, norm = (
+        largest(abs(x - one) / max(abs(one), 1e-30) for step in steps for one, *ranks in [step[key]] for x in ranks)
+        for key in ("loss", "grad_norm")
+    )
+    none = {"name": "no parameter", "rank": 0, "difference": inf}  # if all steps were skipped
+    worst = max(gradients, key=lambda row: row["difference"] if isfinite(row["difference"]) else inf, default=none)
+    missing = [row["name"] for row in gradients if row["missing"]]
+    sound = not missing and isfinite(worst["difference"]) and isfinite(norm)
+    within = None if limit is None else max(worst["difference"], norm) <= limit
+    casts = "FP8's casts move small gradients far; float32 proves the layout"
+    limits = f"no limit: {casts}" if limit is None else f"limit {limit:g}"
+    place = f"in {worst['name']} on rank {worst['rank']}"
+    text = f"they differ by {worst['difference']:.1e} at most, {place}, and their norm by {norm:.1e} ({limits})"
+    text = f"no rank has the whole gradient of {', '.join(missing[:3])}" if missing else text
+    found = f"they differ by {far:.1e} of their size at most (limit {loss_limit:g})"
+    rows = [
+        judged(f"losses are those of one process, in {name}", far <= loss_limit, found),
+        judged(f"gradients are those of one process, in {name}", within if sound else False, text),
+    ]
+    facts = dict(format=name, steps=steps, gradients=gradients)
+    return facts | dict(far=far, limit=limit, worst=worst, rows=rows)
 
 
 def recompute_costs(cfg: Config) -> list[dict]:
@@ -184,7 +235,7 @@ def small_twin(cfg: Config, world: int) -> tuple[Config, int]:
     cfg = changed(cfg, parallel=dict(tp=tp, pp=pp, cp=cp, vp=vp, schedule=schedule), model=here)
     backend = "te" if cfg.precision.fp8 == "none" else "torch"
     cfg = changed(cfg, precision=dict(fp8_backend=backend), train=dict(kernels="auto"))
-    data = DataConfig(source="mock", separate_documents=cfg.data.separate_documents)
+    data = DataConfig(source="mock", separate_documents=cfg.data.separates)
     finetune = FinetuneConfig(kind=cfg.finetune.kind)
     cfg = replace(cfg, data=data, finetune=finetune, log=LogConfig(), profile=ProfileConfig())
     return cfg, tp * pp * cp * dp

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from minitron.config.schema import Config, changed
-from minitron.config.sizes import stage_layers, stream_length
+from minitron.config.sizes import bucket_limit, stage_layers, stream_length
 from minitron.pipeline.schedule import Backward, BackwardInput, BackwardWeight, Exchange, Forward, Schedule, make
 from minitron.planner.check import check
 from minitron.planner.draw import NAMES, peak_activations
@@ -28,8 +28,6 @@ from minitron.planner.simulate import Timeline, simulate
 
 TEMPLATE, PLACEHOLDER = Path(__file__).with_name("tour.html"), "@DATA@"
 CODES = {Forward: "F", Backward: "B", BackwardInput: "b", BackwardWeight: "w"}
-# Relative differences of losses and gradients by rounding alone. FP8's casts move small gradients far: no limit.
-LIMITS = {"fp32": (1e-4, 1e-4), "fp16": (2e-2, 0.1), "bf16": (2e-2, 0.2), "FP8": (5e-2, None)}
 PER_MICROBATCH = ("tp", "cp", "pp")  # axes along which each microbatch communicates
 
 
@@ -38,7 +36,7 @@ class Tour:
     """What was run. as_it_is: the trained ranks have the configuration's own sizes, so the page shows their traces.
 
     real: traces of the trained ranks. dry: pipeline rank -> trace on the meta device, of `few_microbatches`. holds: of
-    each pipeline rank, what its first rank holds. proofs: by number format, losses and differences of gradients.
+    each pipeline rank, what its first rank holds. proofs: by number format, what `tools.tour.compared` returns.
     """
 
     name: str
@@ -55,9 +53,13 @@ class Tour:
     proofs: list[dict]
 
     @property
-    def shown(self) -> list[dict]:
-        """The traces that the page shows, in the order of their ranks."""
-        return self.real if self.as_it_is else list(self.dry.values())
+    def recordings(self) -> list[tuple[str, Config, list[dict], list[dict]]]:
+        """What ran: its name, configuration, the traces of ranks, and what ranks hold. The page shows the last one."""
+        trained = f"{self.twin_world} trained rank{'s' if self.twin_world > 1 else ''}"
+        if self.as_it_is:
+            return [(trained, self.cfg, self.real, self.real)]
+        dry = ("dry run", self.cfg, list(self.dry.values()), self.holds)
+        return [(f"{trained} of the twin", self.twin, self.real, self.real), dry]
 
 
 def few_microbatches(cfg: Config, world: int) -> Config:
@@ -71,19 +73,20 @@ def few_microbatches(cfg: Config, world: int) -> Config:
 
 def html(tour: Tour) -> str:
     """Return the page."""
-    text = json.dumps(content(tour), separators=(",", ":"), default=str).replace("<", "\\u003c")
+    finite = json.loads(json.dumps(content(tour), default=str), parse_constant=str)  # JSON has no NaN: it becomes text
+    text = json.dumps(finite, separators=(",", ":")).replace("<", "\\u003c")
     before, after = TEMPLATE.read_text(encoding="utf-8").split(PLACEHOLDER)
     return before + text + after
 
 
 def content(tour: Tour) -> dict:
     """Return all that the page shows."""
-    cfg, world = tour.cfg, tour.world
+    world, (_, cfg, shown, holders) = tour.world, tour.recordings[-1]
     m, p, t = cfg.model, cfg.parallel, cfg.train
-    dp, own = cfg.dp(world), recorded_schedule(tour)
+    dp, own = cfg.dp(world), recorded_schedule(cfg, shown)
     stages = stage_layers(m.num_layers, p.pp, p.vp, p.layers_per_stage)
     per_node = tour.machine.fabric.gpus_per_node if tour.machine else 8
-    tokens = {cp: places for trace in tour.shown for cp, places in trace["tokens"].items()}
+    tokens = {cp: places for trace in shown for cp, places in trace["tokens"].items()}
     return {
         "name": tour.name,
         "world": world,
@@ -91,22 +94,23 @@ def content(tour: Tour) -> dict:
         **{section: asdict(getattr(cfg, section)) for section in ("model", "parallel", "train", "precision")},
         "microbatches": cfg.num_microbatches(dp),
         "accumulates_in": cfg.optimizer.accumulates_in,
+        "bucket_bytes": bucket_limit(dp * p.cp),
         "source": "run" if tour.as_it_is else "dry",
         "twin": twin_in_words(tour),
         "per_node": per_node,
-        "groups": {trace["rank"]: trace["groups"] for trace in tour.shown},
+        "groups": {trace["rank"]: trace["groups"] for trace in shown},
         "tokens": [tokens.get(cp, []) for cp in range(p.cp)],
-        "samples": {trace["rank"]: trace["samples"] for trace in tour.shown if "samples" in trace},
+        "samples": {trace["rank"]: trace["samples"] for trace in shown if "samples" in trace},
         "stages": [[layers.start, layers.stop] for layers in stages],
-        "holds": holdings(tour),
-        "layers": [{"rank": trace["rank"], "events": trace["events"]} for trace in tour.shown],
+        "holds": holdings(holders),
+        "layers": [{"rank": trace["rank"], "events": trace["events"]} for trace in shown],
         "recompute": tour.recompute,
         "message": [stream_length(cfg), t.micro_batch_size, m.hidden_size],
         "schedules": schedules(tour, own),
-        "traffic": [{"rank": trace["rank"], "rows": traffic(tour, trace, per_node)} for trace in tour.shown],
-        "reductions": [{"rank": trace["rank"], "rows": reductions(trace)} for trace in tour.shown],
-        "memory": memory(tour),
-        "proof": proof(tour, own),
+        "traffic": [{"rank": trace["rank"], "rows": traffic(tour, trace, per_node)} for trace in shown],
+        "reductions": [{"rank": trace["rank"], "rows": reductions(trace)} for trace in shown],
+        "memory": memory(tour, per_node),
+        "proof": proof(tour),
     }
 
 
@@ -128,16 +132,14 @@ def twin_in_words(tour: Tour) -> dict:
 # ---- who holds what --------------------------------------------------------------------------------------------------
 
 
-def holdings(tour: Tour) -> list[dict]:
+def holdings(traces: list[dict]) -> list[dict]:
     """For each pipeline rank: its parameters with the slices of each tp rank, and its buckets with their owners.
 
-    If the page shows trained ranks, each slice is the one that its rank has reported.
+    Each slice is the one that its rank has reported.
     """
-    if not tour.as_it_is:
-        return [{key: trace[key] for key in ("params", "buckets")} for trace in tour.holds]
     found = []
-    for stage in range(tour.cfg.parallel.pp):
-        ranks = [trace for trace in tour.real if trace["place"]["pp"] == stage]
+    for stage in range(1 + max(trace["place"]["pp"] for trace in traces)):
+        ranks = [trace for trace in traces if trace["place"]["pp"] == stage]
         params = [dict(param, slices={}) for param in ranks[0]["params"]]
         buckets = [dict(bucket, owners={}) for bucket in ranks[0]["buckets"]]
         for trace in reversed(ranks):  # the first replica is what remains; `checks` compares the others with it
@@ -152,10 +154,10 @@ def holdings(tour: Tour) -> list[dict]:
 # ---- the schedule ----------------------------------------------------------------------------------------------------
 
 
-def recorded_schedule(tour: Tour) -> Schedule:
+def recorded_schedule(cfg: Config, traces: list[dict]) -> Schedule:
     """Return the schedule that ran: recorded actions, and those of `make` for pipeline ranks that were not run."""
-    p, shown = tour.cfg.parallel, tour.shown
-    recorded = {trace["place"]["pp"]: tuple(trace["actions"]) for trace in reversed(shown)}
+    p = cfg.parallel
+    recorded = {trace["place"]["pp"]: tuple(trace["actions"]) for trace in reversed(traces)}
     count = 1 + max(action.mb for action in recorded[0] if not isinstance(action, Exchange))
     made = make(p.pp, p.vp, count, p.schedule)
     ranks = tuple(recorded.get(rank, made.ranks[rank]) for rank in range(p.pp))
@@ -185,21 +187,10 @@ def schedules(tour: Tour, own: Schedule) -> list[dict]:
         count = tour.cfg.num_microbatches(tour.cfg.dp(tour.world))
         whole = drawn if count == own.num_microbatches else timed(tour, cfg, make(p.pp, vp, count, kind))
         idle = sum(whole.idle) / (whole.makespan * p.pp)
-        found.append(
-            {
-                "name": name,
-                "own": mine,
-                "vp": vp,
-                "microbatches": own.num_microbatches,
-                "of": count,
-                "idle": idle,
-                "bubble": whole.bubble,
-                "makespan": drawn.makespan,
-                "whole": whole.makespan,
-                "held": peak_activations(schedule),
-                "events": [event_row(event) for event in drawn.events],
-            }
-        )
+        shape = dict(name=name, own=mine, vp=vp, microbatches=own.num_microbatches, of=count)
+        times = dict(idle=idle, bubble=whole.bubble, makespan=drawn.makespan, whole=whole.makespan)
+        events = [event_row(event) for event in drawn.events]
+        found.append(shape | times | dict(held=peak_activations(schedule), events=events))
     return found
 
 
@@ -228,24 +219,23 @@ def event_row(event: Any) -> list:
 
 
 def traffic(tour: Tour, trace: dict, per_node: int) -> list[dict]:
-    """Sum a rank's collectives of a whole step by axis and kind."""
+    """Sum the bytes that a rank puts into collectives and messages of a whole step, by axis and kind."""
     recorded = 1 + max(action.mb for action in trace["actions"] if not isinstance(action, Exchange))
     times = tour.cfg.num_microbatches(tour.cfg.dp(tour.world)) / recorded
     rows: dict[tuple[str, str], dict] = {}
     for record in trace["records"]:
-        if record.action == "start":
+        if record.action == "start" or record.kind == "recv":  # what is received another rank has put in
             continue
-        ranks = sorted({trace["rank"], *record.ranks})
-        row = rows.setdefault(
-            (record.axis, record.kind), {"axis": record.axis, "kind": record.kind, "count": 0, "bytes": 0}
-        )
+        new = {"axis": record.axis, "kind": record.kind, "count": 0, "bytes": 0, "members": set()}
+        row = rows.setdefault((record.axis, record.kind), new)
         scale = times if record.axis in PER_MICROBATCH and record.action != "update" else 1
         row["count"] += scale
         row["bytes"] += scale * record.num_bytes
-        row["ranks"] = len(ranks) if record.kind not in ("send", "recv") else 2
-        row["inside"] = ranks[0] // per_node == ranks[-1] // per_node
-        row["members"] = ranks[:16]
-    return [row | {"count": round(row["count"]), "bytes": round(row["bytes"])} for row in rows.values()]
+        row["members"] |= set(record.ranks) if record.kind == "send" else {trace["rank"], *record.ranks}
+    for row in rows.values():
+        row["inside"] = len({rank // per_node for rank in (trace["rank"], *row["members"])}) == 1
+        row |= {"count": round(row["count"]), "bytes": round(row["bytes"]), "members": sorted(row["members"])}
+    return list(rows.values())
 
 
 def reductions(trace: dict) -> list[dict]:
@@ -268,9 +258,9 @@ def action_text(action: Any) -> str:
     return f"{NAMES[type(action)]} of microbatch {action.mb}, chunk {action.chunk}"
 
 
-def memory(tour: Tour) -> dict:
+def memory(tour: Tour, per_node: int) -> dict:
     """Return the bytes at the peak by part and pipeline rank: of a dry run, or else by the planner's formulas."""
-    planned, rows = Memory(tour.cfg, tour.world, gpus_per_node=8), []
+    planned, rows = Memory(tour.cfg, tour.world, gpus_per_node=per_node), []
     for rank in range(tour.cfg.parallel.pp):
         trace = tour.dry.get(rank)
         parts = dict(planned.bytes_by_part(rank)) if trace is None else trace["memory"]
@@ -287,103 +277,88 @@ def memory(tour: Tour) -> dict:
 # ---- the proof -------------------------------------------------------------------------------------------------------
 
 
-def proof(tour: Tour, own: Schedule) -> dict:
-    """Compare the layout with one process, and what was recorded with the rules that it must keep."""
-    runs = [compared(run) for run in tour.proofs]
-    rows = [run.pop("row") for run in runs] + checks(tour, own)
-    return {"ok": all(row["ok"] for row in rows), "rows": rows, "runs": runs}
+def proof(tour: Tour) -> dict:
+    """Compare the layout with one process, and what was recorded with the rules that it must keep.
+
+    A row's `ok` is None if it has no limit.
+    """
+    rows = [row | {"run": tour.recordings[0][0]} for run in tour.proofs for row in run["rows"]]
+    rows += [row | {"run": name} for name, *recording in tour.recordings for row in checks(*recording)]
+    return {"ok": all(row["ok"] is not False for row in rows), "rows": rows, "runs": tour.proofs}
 
 
-def compared(run: dict) -> dict:
-    """Compare losses and gradients of one number format, with limits that come from its rounding."""
-    layout, alone = run["figures"]
-    steps = [
-        {
-            "one": one["loss"],
-            "ranks": [rank[i]["loss"] for rank in layout],
-            "norm": [one["grad_norm"], layout[0][i]["grad_norm"]],
-        }
-        for i, one in enumerate(alone)
-    ]
-    loss_limit, limit = LIMITS[run["format"].split()[0]]
-    far = max(abs(loss - step["one"]) / abs(step["one"]) for step in steps for loss in step["ranks"])
-    worst = max(run["gradients"], key=lambda row: row["difference"])
-    ok = far <= loss_limit and (limit is None or worst["difference"] <= limit)
-    found = f"losses differ by {far:.1e} at most (limit {loss_limit:g}), gradients by {worst['difference']:.1e}"
-    found += "" if limit is None else f" (limit {limit:g})"
-    found += f", in {worst['name']} on rank {worst['rank']}"
-    row = {"ok": ok, "name": f"the layout trains as one process does, in {run['format']}", "text": found}
-    facts = dict(format=run["format"], steps=steps, gradients=run["gradients"])
-    return facts | dict(far=far, limit=limit, worst=worst, row=row)
+def judged(name: str, ok: bool | None, text: str) -> dict:
+    return {"ok": ok, "name": name, "text": text}
 
 
-def checks(tour: Tour, own: Schedule) -> list[dict]:
-    """Compare what was recorded with the rules: each a row with `ok`, its name and what was found."""
-    p, rows = tour.cfg.parallel, []
+def checks(cfg: Config, traces: list[dict], holders: list[dict]) -> list[dict]:
+    """Compare what was recorded with the rules: each a row with `ok`, its name and what was found.
+
+    traces: of ranks that ran a step. holders: of ranks that report what they hold.
+    """
+    p, rows, own = cfg.parallel, [], recorded_schedule(cfg, traces)
 
     def add(name: str, wrong: list[str], found: str) -> None:
-        rows.append({"ok": not wrong, "name": name, "text": "; ".join(wrong[:3]) or found})
+        rows.append(judged(name, not wrong, "; ".join(wrong[:3]) or found))
 
-    shards, slices, holds = [], [], holdings(tour)
-    for stage, hold in enumerate(holds):
-        shards += [f"{x['name']} on stage {stage}" for x in hold["params"] if not covered(x)]
-        slices += [
-            f"bucket {i} on stage {stage}"
-            for i, b in enumerate(hold["buckets"])
-            if not contiguous(sorted(b["owners"].values()), b["size"])
-        ]
+    holds = holdings(holders)
+    shards = [f"{x['name']} on pp {pp}" for pp, hold in enumerate(holds) for x in hold["params"] if not covered(x)]
     count = sum(len(hold["params"]) for hold in holds)
     add(
         "the tensor-parallel shards hold each element once",
         shards,
         f"{count} parameters on {len(holds)} pipeline ranks",
     )
-    count = sum(len(hold["buckets"]) for hold in holds)
-    add("the slices of the optimizer hold each element once", slices, f"{count} gradient buckets")
+    owners: dict[tuple, list] = {}
+    for trace in holders:
+        for i, bucket in enumerate(trace["buckets"]):
+            key = (trace["place"]["pp"], trace["place"]["tp"], i, bucket["size"])
+            owners.setdefault(key, []).extend(bucket["owners"].values())
+    slices = [f"bucket {i} of pp {pp}, tp {tp}" for (pp, tp, i, n), x in owners.items() if not contiguous(sorted(x), n)]
+    add("the slices of the optimizer hold each element once", slices, f"{len(owners)} gradient buckets")
+    made = make(p.pp, p.vp, own.num_microbatches, p.schedule)
+    order = [f"rank {x['rank']}" for x in traces if tuple(x["actions"]) != made.ranks[x["place"]["pp"]]]
+    count = sum(len(trace["actions"]) for trace in traces)
+    add("the actions ran in the order of the schedule", order, f"{count:,} actions on {len(traces)} ranks")
+    rows += schedule_rules(own)
+    if traces is not holders:
+        return rows  # a dry run of a few ranks: there is no other one to compare with
     first: dict[tuple, dict] = {}  # (pp, tp) -> the trace of its first rank
     replicas = [
         f"ranks {other['rank']} and {trace['rank']}"
-        for trace in tour.real
+        for trace in traces
         if (other := first.setdefault((trace["place"]["pp"], trace["place"]["tp"]), trace))["params"] != trace["params"]
     ]
-    add("ranks that should hold the same parts do", replicas, f"{len(tour.real)} trained ranks")
-    made = make(p.pp, p.vp, own.num_microbatches, p.schedule)
-    order = [f"pipeline rank {r}" for r in range(p.pp) if own.ranks[r] != made.ranks[r]]
-    add("the actions ran in the order of the schedule", order, f"{sum(map(len, own.ranks)):,} actions")
-    rows += schedule_rules(own)
+    add("ranks that should hold the same parts do", replicas, f"{len(traces)} ranks")
     together = [
         f"{trace['rank']} and {first['rank']}"
-        for trace in tour.real
-        for first in tour.real
+        for trace in traces
+        for first in traces
         for axis, group in trace["groups"].items()
         if first["rank"] == group[0] and shared(trace, axis) != shared(first, axis)
     ]
-    count = sum(len(trace["records"]) for trace in tour.real)
+    count = sum(len(trace["records"]) for trace in traces)
     add("ranks of a group run the same collectives, in the same order", together, f"{count:,} recorded in one step")
     return rows
 
 
 def schedule_rules(own: Schedule) -> list[dict]:
     """Check the recorded order itself: that it cannot deadlock, the bubble, and the activations that ranks hold."""
-    pp, vp, m, rows = own.pp, own.vp, own.num_microbatches, []
+    pp, vp, m, complete = own.pp, own.vp, own.num_microbatches, "the schedule is complete and cannot deadlock"
     try:
         timeline = simulate(own, 1.0, 2.0, meets=check(own))
     except (ValueError, AssertionError) as error:
-        return [{"ok": False, "name": "the schedule is complete and cannot deadlock", "text": str(error)}]
-    rows.append(
-        {"ok": True, "name": "the schedule is complete and cannot deadlock", "text": f"{m} microbatches, {pp} ranks"}
-    )
+        return [judged(complete, False, str(error))]
+    rows = [judged(complete, True, f"{m} microbatches, {pp} pipeline ranks")]
     if pp > 1 and m >= pp and (vp == 1 or m % pp == 0):
         rule = (pp - 1) / (3 * m) if own.kind == "zb-h1" else (pp - 1) / (vp * m)
         text = f"{timeline.bubble:.2%} of the work for equal stages, by the formula {rule:.2%}"
-        rows.append({"ok": timeline.bubble <= 1.05 * rule, "name": "the bubble is that of its schedule", "text": text})
+        rows.append(judged("the bubble is that of its schedule", timeline.bubble <= 1.05 * rule, text))
     if vp == 1:
         held, most = peak_activations(own), [pp if own.kind == "zb-h1" else pp - r for r in range(pp)]
         too_many = [f"rank {r} holds {held[r]}, not {most[r]}" for r in range(pp) if held[r] > most[r]]
         text = "; ".join(too_many) or f"{', '.join(map(str, held))} microbatches by rank"
-        rows.append(
-            {"ok": not too_many, "name": "ranks hold no more activations than their schedule needs", "text": text}
-        )
+        rows.append(judged("ranks hold no more activations than their schedule needs", not too_many, text))
     return rows
 
 

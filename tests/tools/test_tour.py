@@ -1,12 +1,14 @@
 """The tour: what its page shows is what ran, a planted mistake shows on it, and it works in a browser."""
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from browser import PROGRAM, Browser
 from layouts import LLAMA, config
@@ -48,7 +50,7 @@ def test_a_small_configuration_is_trained_as_it_is(tour, page):
     assert page["proof"]["ok"] and all(verdicts(page).values())
     (run,) = page["proof"]["runs"]
     assert run["far"] < 1e-5 and 0 < run["worst"]["difference"] < 1e-5
-    assert len(run["steps"]) == 3 and len(run["steps"][0]["ranks"]) == 4
+    assert len(run["steps"]) == 3 and len(run["steps"][0]["loss"]) == 1 + 4
 
 
 def test_the_shards_are_those_of_the_ranks(page):
@@ -103,6 +105,8 @@ def test_fp8_casts_are_listed_where_they_happen(fp8):
     ]
     products = [e for e in events if e["kind"] == "product"]
     assert all("FP8" in e["in"][0] for e in products) and len(products) == 12
+    assert all("FP8" in x for e in products for x in e["in"])  # the weight's cast is read, too
+    assert all(e["out"][0].endswith("fp32") for e in products if e["name"].startswith("dW"))  # it adds into the bucket
     weights = [e for e in events if "weight, once" in e["name"]]
     assert len(weights) == 4 and {phase for _, phase in made} == {"Forward", "Backward"}
     assert not any("FP8" in x for e in events if e["kind"] == "attention" for x in e["in"])
@@ -144,7 +148,7 @@ def swapped_schedule(cfg):
 def planted(tour, ranks, mistake, cfg=CFG):
     """Train the layout with a mistake, and one process without it."""
     traces, proofs = tool.prove(cfg, 4, lambda world, run, cfg: ranks(world, mistake if world > 1 else run, cfg))
-    return replace(tour, cfg=cfg, real=traces, proofs=proofs)
+    return replace(tour, cfg=cfg, twin=cfg, real=traces, proofs=proofs)
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +162,9 @@ def test_a_wrong_shard_shows(wrong):
     assert qkv["slices"][0] == qkv["slices"][1]
     wrong = [name for name, ok in verdicts(page).items() if not ok]
     assert (
-        not page["proof"]["ok"] and any("shards" in name for name in wrong) and any("trains" in name for name in wrong)
+        not page["proof"]["ok"]
+        and any("shards" in name for name in wrong)
+        and any("gradients" in name for name in wrong)
     )
 
 
@@ -191,6 +197,71 @@ def as_1f1b(cfg):
     return real_trace(cfg, lambda pp, vp, m: make(pp, vp, m))
 
 
+def test_what_a_rank_receives_is_not_counted_as_sent(tour, page):
+    trace, row = tour.real[0], next(r for r in page["traffic"][0]["rows"] if r["axis"] == "pp")
+    sent = [r for r in trace["records"] if r.axis == "pp" and r.kind == "send"]
+    assert {r["kind"] for r in page["traffic"][0]["rows"]}.isdisjoint({"recv"})
+    assert row["bytes"] == sum(r.num_bytes for r in sent) and row["members"] == sorted(
+        {x for r in sent for x in r.ranks}
+    )
+
+
+def test_a_loss_that_is_no_number_shows(tour):
+    """On any rank and step, of a loss or a norm; and it travels to the page as text."""
+    gradients = tour.proofs[0]["gradients"]
+    for key, name in (("loss", "losses"), ("grad_norm", "gradients")):
+        for bad in (math.nan, math.inf):
+            ranks = [[dict(loss=4.0, grad_norm=1.0) for _ in range(3)] for _ in range(4)]
+            ranks[3][2][key] = bad
+            found = tool.compared("fp32", ranks, ranks[0], gradients)
+            assert [row["name"].split()[0] for row in found["rows"] if not row["ok"]] == [name]
+    text = html(replace(tour, proofs=[found]))
+    (data,) = re.findall(r'id="data">(.*?)</script>', text, re.DOTALL)
+    data = json.loads(data, parse_constant=lambda name: pytest.fail(name))
+    assert data["proof"]["runs"][0]["steps"][2]["grad_norm"][4] == "Infinity"
+
+
+def test_a_gradient_that_no_rank_owns_shows(tour):
+    """Or that the other side lacks, as after a skipped step; FP8 has no limit, but needs each gradient."""
+    alone = tour.real[0] | {"params": [p | {"local": p["shape"], "dim": None} for p in tour.real[0]["params"]]}
+    alone["gradients"] = [(p["name"], 0, torch.ones(math.prod(p["shape"]))) for p in alone["params"]]
+    alone["place"] = {"pp": 0, "tp": 0}
+    steps = [dict(loss=4.0, grad_norm=1.0)]
+    for name, limited in (("fp32", True), ("FP8 (delayed)", None)):
+        judge = lambda mine, other: tool.compared(name, [steps], steps, tool.differences([mine], other))["rows"][1][
+            "ok"
+        ]
+        assert judge(alone, alone) is limited
+        for fewer in (alone["gradients"][1:], [], [(n, 1, g[1:]) for n, _, g in alone["gradients"]]):
+            assert judge(alone | {"gradients": fewer}, alone) is False
+            assert judge(alone, alone | {"gradients": fewer}) is False
+
+
+def test_a_wrong_slice_on_any_tp_rank_shows(tour):
+    real = [dict(trace) for trace in tour.real]
+    real[1]["buckets"] = [bucket | {"owners": {0: (0, 1)}} for bucket in real[1]["buckets"]]
+    assert real[1]["place"]["tp"] == 1
+    wrong = [name for name, ok in verdicts(content(replace(tour, real=real))).items() if not ok]
+    assert len(wrong) == 1 and "slices" in wrong[0]
+
+
+def test_above_eight_ranks_the_twin_itself_is_checked(tour, ranks):
+    """A mistake that only the trained twin has shows, though the dry run of the job has none."""
+    dry = {rank: tour.dry[rank] for rank in (0,)}
+    big = replace(planted(tour, ranks, swapped_schedule), as_it_is=False, dry=dry)
+    rows = content(big)["proof"]["rows"]
+    assert {row["run"] for row in rows if not row["ok"]} == {big.recordings[0][0]} and len(
+        {r["run"] for r in rows}
+    ) == 2
+
+
+def test_a_batch_that_grows_has_its_last_size():
+    cfg = config(CFG, dict(parallel=dict(tp=1, pp=1), train=dict(batch_ramp=(2, 2, 8))))
+    with mock.patch.object(tool, "prove", return_value=([], [])):
+        tour = tool.collect(cfg, 1, None, None)
+    assert tour.twin.train.batch_ramp is None and tour.dry[0]["events"]
+
+
 # ---- the file -------------------------------------------------------------------------------------------------------
 
 
@@ -212,6 +283,7 @@ def test_text_of_a_configuration_stays_text(tour, page):
         (["parallel.tp=2", "--world", "3", "--output", "x.html"], ["3"]),
         (["nothing.yaml", "--output", "x.html"], ["nothing.yaml"]),
         (["--output", "no/such/folder/x.html"], ["no/such/folder"]),
+        (["--output", "."], ["--output ."]),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, monkeypatch, arguments, parts):
@@ -220,6 +292,14 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, arguments, parts):
         with pytest.raises(ValueError) as caught:
             tool.main(arguments)
     assert "\n" not in str(caught.value) and all(part in str(caught.value) for part in parts)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_fails_leaves_no_page(tmp_path):
+    with mock.patch.object(tool, "RankPool", side_effect=RuntimeError("a rank has died")):
+        with pytest.raises(RuntimeError):
+            tool.main(["--output", str(tmp_path / "x.html")])
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -310,7 +390,8 @@ def test_the_page_works_in_a_browser(file):
         browser.click("#theme")
         assert browser.run("document.documentElement.dataset.theme") == "light"
         browser.resize(900)
-        assert browser.errors == []
+        browser.resize(400)
+        assert browser.run("document.documentElement.scrollWidth") <= 400 and browser.errors == []
 
 
 @pytest.mark.skipif(PROGRAM is None, reason="needs Chromium")

@@ -232,8 +232,10 @@ class TracedGemm:
     def weight_grad(self, weight: Param, dy: Payload, x: Payload) -> Tensor | None:
         self.tracer.layer = self.name
         rows = dy.rowwise.shape[0] if dy.rowwise is not None else dy.columnwise.shape[1]
-        self.tracer.note("product", "dW += dy^T x", (dy, x), weight, flops=2 * rows * weight.numel(), again=False)
-        return self.gemm.weight_grad(weight, dy, x)
+        result = self.gemm.weight_grad(weight, dy, x)
+        into = result if weight.slot is None else weight.slot.main_grad
+        self.tracer.note("product", "dW += dy^T x", (dy, x), into, flops=2 * rows * weight.numel(), again=False)
+        return result
 
     def _cast(self, name: str, x: Tensor, payload: Payload) -> Payload:
         """List a cast, unless the operation before has made it."""
@@ -254,7 +256,8 @@ class TracedGemm:
             y = product(x, *out)
             self.tracer.layer = self.name
             flops, again = 2 * y.numel() * x.rowwise.shape[-1], self.tracer._again(name.startswith("y"))
-            self.tracer.note("product", name, (x, weight), y, flops=flops, again=again)
+            read = getattr(self.gemm, "_weight", None) or weight  # the cast, in FP8
+            self.tracer.note("product", name, (x, read), y, flops=flops, again=again)
             return y
 
         return run
@@ -293,10 +296,12 @@ def real_trace(cfg: Config, schedule: MakeSchedule | None = None) -> dict:
         tracer.begin_step(step)
         with tracer.listing(step == LISTED):
             figures.append(trainer.step(batches, cfg.optimizer.lr).read())
-        if step == 1:  # Adam's first moments are then the gradients, clipped, times 1 - beta
+        if (
+            not gradients and not figures[-1]["skipped"]
+        ):  # Adam's moments are now the gradients, clipped, times 1 - beta
             moments = trainer.optimizer.exp_avg
             gradients = [(p.name, p.offset, p.of(moments).clone()) for p in trainer.gradients.owned()]
-        elif step == LISTED:
+        if step == LISTED:
             tokens = {mesh.cp.rank: ranges(batches[0].order.tolist())}
             trace = described(trainer, tracer, everyone=False) | {"tokens": tokens}
             trace["samples"] = [batch.samples.tolist() for batch in batches]
@@ -335,14 +340,27 @@ def held(cfg: Config, world: int, rank: int) -> dict:
 
 
 def block_events(events: list[dict]) -> list[dict]:
-    """Return the events of the first block, with `until` counted among them."""
+    """Return the events of the first block, with `until` counted among them.
+
+    A collective has the layer of what needs it: of the next product if it gathers, of attention if it is over cp.
+    """
     mine = [i for i, event in enumerate(events) if event["layer"].startswith("blocks.")]
     first = events[mine[0]]["layer"].split(".")[1] if mine else ""
     mine = [i for i in mine if events[i]["layer"].split(".")[1] == first]
     while mine and events[mine[-1]]["kind"] == "comm":  # of the embedding, which follows the first block's backward
         mine.pop()
-    ends = [(e, e.get("until")) for e in (events[i] for i in mine)]
-    return [e if end is None else e | {"until": sum(i < end for i in mine)} for e, end in ends]
+    found, layer = [], ""
+    for event in (events[i] for i in reversed(mine)):
+        layer = event["layer"] if event["kind"] == "product" else layer
+        more = {}
+        if event["kind"] == "comm":
+            more["until"] = event["until"] and sum(i < event["until"] for i in mine)
+            if event["axis"] == "cp":
+                more["layer"] = f"blocks.{first}.attention"
+            elif event["name"] == "all-gather":
+                more["layer"] = layer
+        found.append(event | more)
+    return found[::-1]
 
 
 # ---- what a rank holds ----------------------------------------------------------------------------------------------
