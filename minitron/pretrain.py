@@ -101,14 +101,11 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
         rules.check(cfg, world, capability)
         if evaluates:
             cfg = alone(cfg)
-        # FP8 needs the histories and casts that the optimizer keeps, adapters are small.
-        frozen = evaluates and cfg.precision.fp8 == "none" and cfg.finetune.kind != "lora"
         if cfg.train.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it to be deterministic
             torch.use_deterministic_algorithms(True)
         chosen = kernels.choose(cfg, device)
-        if not frozen:
-            check_room(cfg, world, device)
+        check_room(cfg, world, device)
         profiling.check(cfg.profile, device)
         log = Log(cfg, rank, world, name)
         listener.report_to(log.alarm)
@@ -141,9 +138,7 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
                     rules.check(cfg, world, capability)
                     log.follow(cfg)
             mesh.activity.begin("start")
-            if frozen:
-                start = start._replace(reader=None, base_weights=start.reader)
-            trainer = build(cfg, mesh, chosen, log, start.base_fingerprint, frozen=frozen)
+            trainer = build(cfg, mesh, chosen, log, start.base_fingerprint)
             startup.mark("build")
             mesh.activity.begin("load")
             start = newest_local_save(cfg, start, data.info, trainer.state, log)

@@ -132,13 +132,11 @@ def build(
     log: Log | None = None,
     base_fingerprint: str | None = None,
     schedule: MakeSchedule | None = None,
-    frozen: bool = False,
 ) -> Trainer:
     """Make and initialise this rank's part of the model, and all that trains it. Collective over the world.
 
     chosen: the kernels, if they were chosen before. log: for messages about recordings and steps that are run again.
-    base_fingerprint: see Trainer. schedule: makes another schedule than parallel.schedule. frozen: train
-    nothing but adapters, so that weights have neither gradients nor optimizer state.
+    base_fingerprint: see Trainer. schedule: makes another schedule than parallel.schedule.
     """
     m, pp, vp, micro_batch_size = cfg.model, mesh.pp, cfg.parallel.vp, cfg.train.micro_batch_size
     chosen = chosen or kernels.choose(cfg, mesh.device)
@@ -146,9 +144,8 @@ def build(
     mine = range(pp.rank, pp.size * vp, pp.size)
     context = make_layer_context(cfg, mesh, chosen)
     chunks = [GPT(cfg, mesh, context, stages[i], first=i == 0, last=i == len(stages) - 1) for i in mine]
-    for chunk in chunks:
-        chunk.requires_grad_(not frozen)
-        if cfg.finetune.kind == "lora":
+    if cfg.finetune.kind == "lora":
+        for chunk in chunks:
             lora.attach(chunk, cfg)
     initialise(chunks, cfg.train.seed)
     with room_for("the gradients"):

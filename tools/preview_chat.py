@@ -1,21 +1,22 @@
-"""Print lines of a fine-tuning file as the model reads them, with the trained tokens between \u27e6 and \u27e7.
+"""Print rows of a fine-tuning file as the model reads them, with the trained tokens between \u27e6 and \u27e7.
 
     python tools/preview_chat.py my.jsonl --tokenizer hf:Qwen3-8B --line 1 2
 
-A line is made into tokens as data.source=sft makes it, by the chat template of the tokenizer if it has messages. The
-tokens are then decoded. Exit status 1, with one line, at the first line that training would refuse.
+A row is made into tokens as data.source=sft makes it, by the chat template of the tokenizer if it has messages. The
+tokens are then decoded. Exit status 1, with one line, at the first row that training would refuse.
 """
 
 import argparse
 import sys
 from collections import Counter
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
 from minitron.config.command import Parser, positive, run
-from minitron.config.files import errors_as, lines_of, size_of
+from minitron.config.files import errors_as, size_of
+from minitron.data.rows import read_rows, row_name
 from minitron.data.sft import encode_line
 from minitron.data.tokenizers import Tokenizer
 from minitron.interop.tokenizers import load_tokenizer
@@ -24,25 +25,25 @@ from minitron.interop.tokenizers import load_tokenizer
 def main(argv: list[str]) -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("file", help="JSONL, as data.paths names it")
+    add("file", help="as data.paths names it")
     add("--tokenizer", required=True, metavar="SPEC", help="as data.tokenizer: hf:DIR, llama3:FILE, ...")
-    add("--line", type=positive(int), nargs="+", default=[1], metavar="N", help="its number in the file (1)")
+    add("--line", type=positive(int), nargs="+", default=[1], metavar="N", help="numbers of lines or rows (1)")
     add("--special-tokens-in-text", action="store_true", help="as data.special_tokens_in_text")
     o = parser.parse_args(argv)
     sys.stdout.reconfigure(errors="backslashreplace")  # texts of any language, on any terminal
     tokenizer = load_tokenizer(o.tokenizer, "--tokenizer")
     with errors_as(ValueError, lambda error: f"{o.file} cannot be read ({error.strerror}); name a file", OSError):
         size_of(o.file)
-        with open(o.file, "rb") as file:
-            lines = {number: line for number, line in enumerate(lines_of(file, o.file), 1) if number in o.line}
+        name, first = row_name(o.file), takewhile(lambda row: row[0] <= max(o.line), read_rows(o.file))
+        rows = {number: row for number, row in first if number in o.line}
     for number in o.line:
-        if not lines.get(number, b"").strip():
-            raise ValueError(f"{o.file}: line {number} is empty or missing; name another with --line")
+        if number not in rows:
+            raise ValueError(f"{o.file}: {name} {number} is empty or missing; name another with --line")
         counts = Counter[str]()
-        with errors_as(ValueError, lambda error: f"{o.file}: line {number} {error}", ValueError):
-            parts = encode_line(lines[number], tokenizer, o.special_tokens_in_text, counts)
+        with errors_as(ValueError, lambda error: f"{o.file}: {name} {number} {error}", ValueError):
+            parts = encode_line(rows[number], tokenizer, o.special_tokens_in_text, counts)
         trained = sum(map(len, parts[1::2]))
-        print(f"line {number}: {sum(map(len, parts))} tokens, {trained} trained")
+        print(f"{name} {number}: {sum(map(len, parts))} tokens, {trained} trained")
         print(marked(parts, tokenizer))
         if counts["special"] and not o.special_tokens_in_text:
             print("a special token in its text is read as text; see data.special_tokens_in_text")

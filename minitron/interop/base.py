@@ -5,7 +5,8 @@
 Problem: the weights have a description beside them, and a command line that repeats it may contradict it. The idea: the
 description is read like a configuration file, below those of the user, so a key that the user gives wins. Then one
 error lists all such keys that are of another model. What belongs to a run (OWN) is not taken.
-Only config.json or index.json is opened, and torch is loaded only if there is a base.
+Each rank does so before ranks meet. It opens config.json, or reads the head of index.json without its tensors, which
+may be megabytes. Rank 0 checks the whole index later. torch is loaded only if there is a base.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from minitron.config import cli
+from minitron.config.files import errors_as, parse_json
 from minitron.config.schema import Config
 
+HEAD_BYTES = 1 << 20  # of an index, before its tensors
 OWN = ("init_std", "hidden_dropout", "attention_dropout", "attention", "head_piece")
 
 
@@ -63,7 +66,7 @@ def load(argv: list[str]) -> Config:
 def describe(path: str) -> Described | None:
     """Read what is beside the weights in a folder; None if it holds none. Raises CheckpointError."""
     from minitron.checkpoint.directory import newest
-    from minitron.checkpoint.format import INDEX, disk_errors, read_index
+    from minitron.checkpoint.format import INDEX, disk_errors
     from minitron.interop.hf import _json, model_config
 
     folder = Path(os.path.expanduser(path))
@@ -75,4 +78,15 @@ def describe(path: str) -> Described | None:
         return Described(folder, index, {"model": asdict(model), "precision": {}, "data": {}})
     folder = newest(folder) or folder
     index = folder / INDEX
-    return Described(folder, index, read_index(index)["config"]) if index.exists() else None
+    return Described(folder, index, _head(index)) if index.exists() else None
+
+
+def _head(index: Path) -> dict[str, Any]:
+    """Return the configuration in an index. Raises CheckpointError."""
+    from minitron.checkpoint.format import CheckpointError, disk_errors, read_index
+
+    with disk_errors(index), open(index, "rb") as file:
+        head, tensors, _ = file.read(HEAD_BYTES).partition(b', "tensors": ')
+    damaged = lambda error: f"{index} is damaged, or no index of minitron: {error}"
+    with errors_as(CheckpointError, damaged, ValueError, KeyError, TypeError):
+        return dict((parse_json(head + b"}") if tensors else read_index(index))["config"])

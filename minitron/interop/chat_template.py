@@ -75,7 +75,7 @@ class ChatTemplate:
         """
         process = self._process = self._process or self._start()
         try:
-            process.stdin.write(json.dumps(chat) + "\n")
+            process.stdin.write(json.dumps(chat, default=str) + "\n")  # a date of a Parquet file: as text
             process.stdin.flush()
             answer = process.stdout.readline()
         except BrokenPipeError:

@@ -159,7 +159,7 @@ def short(line: Line) -> str:
         f"step {step:{len(str(line.steps))}d}/{line.steps}",
         None if line.loss is None else f"loss {line.loss:#7.5g}",
         f"skipped {skipped}" if skipped else None,
-        f"{tqdm.format_sizeof(line.samples_per_second * line.seq_len):>5} tokens/s",
+        f"{tqdm.format_sizeof(line.samples_per_second * line.seq_len):>5} tok/s",
         None if line.mfu is None else f"MFU {100 * line.mfu:.1f}%",
         None if line.last.memory_gib is None else f"{line.last.memory_gib:.1f} GiB",
         f"{left / 86400:.1f}d left" if left > 86400 else f"{tqdm.format_interval(left)} left",

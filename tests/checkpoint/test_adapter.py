@@ -449,3 +449,16 @@ def test_a_base_that_cannot_be_read_leaves_the_given_model(tmp_path, monkeypatch
     assert base.load([*words, "model.num_layers=3"]).model.num_layers == 3
     with pytest.raises(ValueError, match="cannot be read here .No module named 'torch'.*model"):
         base.load(words)
+
+
+@pytest.mark.parametrize("least", [1 << 20, 100], ids=["the head", "the whole index"])
+def test_a_checkpoint_as_a_base_gives_the_model_that_it_was_trained_with(bases, tmp_path, monkeypatch, least):
+    """From the beginning of its index, or from all of it if its tensors begin later."""
+    convert("import", bases("llama"), tmp_path / "base")
+    monkeypatch.setattr(base, "HEAD_BYTES", least)
+    cfg = filled(["finetune.kind=sft", f"finetune.base={tmp_path / 'base'}"])
+    assert cfg.model.num_layers == hf.FolderReader(bases("llama")).model.num_layers
+    index = next((tmp_path / "base").rglob("index.json"))
+    index.write_bytes(b"{" + index.read_bytes()[2:])
+    with pytest.raises(CheckpointError, match="is damaged"):
+        filled(["finetune.kind=sft", f"finetune.base={tmp_path / 'base'}"])

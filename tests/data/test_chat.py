@@ -397,3 +397,5 @@ def test_a_preview_marks_what_is_trained(bpe, tmp_path):
     assert "<|im_start|>assistant\n⟦wörld<|im_end|>\n⟧" in done.stdout and "special" in done.stdout
     done = preview()
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and "line 1" in done.stderr
+    path.write_text(json.dumps([{"instruction": "a", "output": "b"}, {"messages": said("a", "wörld")}]))
+    assert "⟦wörld<|im_end|>\n⟧" in preview("--line", "2").stdout

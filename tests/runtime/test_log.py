@@ -133,7 +133,7 @@ def test_a_short_line_has_the_figures_of_its_steps_in_100_columns():
     its = [replace(figures, step=step - 1), replace(figures, step=step, skipped=1.0, loss=float("nan"))]
     for steps in (step + 1000, 10_000_000):
         (line,) = lines([*argv, f"train.steps={steps}"], its, device_name="NVIDIA H100")
-        form = r"step +(\d+)/(\d+)  loss +(\S+)  skipped 1  (\S+)k tokens/s  MFU (\S+)%  139.9 GiB  (\S+) left"
+        form = r"step +(\d+)/(\d+)  loss +(\S+)  skipped 1  (\S+)k tok/s  MFU (\S+)%  139.9 GiB  (\S+) left"
         *counts, loss, tokens, mfu, left = re.fullmatch(form, line).groups()
         assert len(line) <= 100 and [int(x) for x in counts] == [step, steps]
         assert float(loss) == pytest.approx(10.87431, rel=1e-4) and 0 < float(mfu) < 100
