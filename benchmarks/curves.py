@@ -214,7 +214,7 @@ def gate(found: dict[Run, dict]) -> str:
     seeds = sorted({seed for _, seed in last})
     lines = [f"| format | {' | '.join(f'from bf16, seed {s}' for s in seeds)} | mean | allowed | passes |"]
     lines.append("|---|" + "---|" * (len(seeds) + 3))
-    if not all(("bf16", seed) in last for seed in seeds):
+    if not last or not all(("bf16", seed) in last for seed in seeds):
         return "\n".join(lines)
     losses_of_bf16 = [last["bf16", seed] for seed in seeds]
     allowed = max(TOLERANCE, max(losses_of_bf16) - min(losses_of_bf16))

@@ -236,6 +236,7 @@ COUNTING = "log.dir=unused", "log.numerics_every=100"  # what casts lose
     "llama3_8b model.num_layers=2 model.head_piece=4096",
     "qwen3_8b_lora lora.targets=[q,v,down]",
     "llama3_8b model.num_layers=2 model.head_piece=2048 parallel.pp=2 parallel.schedule=zb-h1",
+    "llama3_8b parallel.pp=4 parallel.schedule=zb-h1 precision.fp8=delayed precision.fp8_head=true",
 )
 @pytest.mark.parametrize(
     "layout",
