@@ -11,11 +11,12 @@ import re
 import signal
 import sys
 import time
-from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 from minitron.runtime.environment import raise_file_limits, set_defaults
 from minitron.runtime.signals import Listener
@@ -40,7 +41,7 @@ from minitron.config.text import shown
 from minitron.data.build import Datasets, build_datasets
 from minitron.data.cache import Cache
 from minitron.data.evaluation import Evaluation, alone
-from minitron.data.tokenizers import Tokenizer
+from minitron.data.tokenizers import Readers, Tokenizer
 from minitron.kernels import kernels
 from minitron.runtime import profiling
 from minitron.runtime.log import Log
@@ -124,17 +125,15 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
         with watched(mesh, log, cfg.train.hang_seconds, listener, signer):
             with cli.user_errors(quiet=rank > 0):  # raised on all ranks alike
                 mesh.activity.begin("load")
-                start = agree(cfg, mesh, open_weights, first_on_node, saves=not evaluates)
+                start = agree(cfg, mesh, open_weights, first_on_node)
                 if evaluates and start.reader is start.base_weights is None:
                     fix = "set checkpoint.dir to one, or finetune.base or checkpoint.load to weights"
                     raise ValueError(f"--evaluate: checkpoint.dir={shown(cfg.checkpoint.dir)} has no checkpoint; {fix}")
                 rules.check_batch_sizes(cfg, world, trained_of(cfg.data.skip_samples, start.consumed_samples))
                 mesh.activity.begin("datasets")
-                begun = ResumePoint() if evaluates else start
-                data = open_data(cfg, begun, mesh, first_on_node)
+                data = open_data(cfg, ResumePoint() if evaluates else start, mesh, first_on_node)
                 if cfg.train.epochs is not None:
-                    steps = step_after(cfg, begun, len(data.train))
-                    cfg = changed(cfg, train=dict(steps=steps, epochs=None))
+                    cfg = changed(cfg, train=dict(steps=step_after(cfg, start, len(data.train)), epochs=None))
                     rules.check(cfg, world, capability)
                     log.follow(cfg)
             mesh.activity.begin("start")
@@ -147,7 +146,6 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
             mesh.activity.begin("start")
             describe_run(log, trainer, data, start._replace(resume=start.resume and not evaluates), name, startup)
             start = start._replace(reader=None, base_weights=None)  # an index is large, and is not needed any more
-            del begun
             exporter = make_exporter(cfg, log) if rank == 0 else None
             with stop.handling():
                 try:
@@ -235,7 +233,7 @@ def describe_run(log: Log, trainer: Trainer, data: Datasets, start: ResumePoint,
         if reader is not None:
             notes += [f"{'resumed from' if resumed else 'weights of'} {reader.path}", reader.note]
     if start.resume and start.step >= cfg.train.steps:
-        most = start.step + (len(data.train) - start.consumed_samples) // cfg.train.global_batch_size
+        most = step_after(cfg, start, len(data.train) + 1) - 1
         until = f" (its samples are laid out until step {most})" if "train_samples" in start.data else ""
         notes.append(
             f"no step is left: {start.reader.path} has done train.steps={cfg.train.steps}. Raise train.steps{until}, "
@@ -317,6 +315,16 @@ def load_tokenizer(spec: str, cache: Cache) -> Tokenizer:
     return tokenizers.load_tokenizer(spec, cache=cache)
 
 
+def read_rows(path: str) -> Iterator[tuple[int, Any]]:
+    """Read a file of fine-tuning data."""
+    from minitron.interop import rows
+
+    return rows.read_rows(path)
+
+
+READERS = Readers(load_tokenizer, read_rows)
+
+
 def build_data(cfg: Config, start: ResumePoint = ResumePoint(), first_on_node: bool = True) -> Datasets:
     """Open the data of the run. A resumed run keeps its order of samples, also with another number of steps.
 
@@ -334,11 +342,11 @@ def build_data(cfg: Config, start: ResumePoint = ResumePoint(), first_on_node: b
         train_samples=start.data.get("train_samples", needed) if t.epochs is None else of_epochs,
         valid_samples=t.eval_steps * t.global_batch_size if t.eval_every else 0,
         first_on_node=first_on_node,
-        load_tokenizer=load_tokenizer,
+        readers=READERS,
     )
     check_data(start, data.info)
     if len(data.train) < needed and t.epochs is None:
-        most = bisect_right(range(t.steps), len(data.train), key=partial(consumed_after, cfg, start)) - 1
+        most = step_after(cfg, start, len(data.train) + 1) - 1
         raise ValueError(
             f"train.steps={t.steps} needs {needed} samples, and the run was laid out for "
             f"{len(data.train)}; use at most {most}, or begin another from its weights (checkpoint.load)"

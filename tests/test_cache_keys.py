@@ -25,6 +25,7 @@ from minitron.data.indexed import IndexedDataset, IndexedWriter
 from minitron.data.tokenizers import ByteTokenizer
 from minitron.interop.tokenizers import load_tokenizer
 from minitron.planner.dryrun.kernels import cached_by_shape
+from minitron.pretrain import READERS
 from minitron.runtime import environment
 from test_data_corpus import SOURCES, VOCAB, make_library
 
@@ -266,7 +267,7 @@ def test_tokens_of_answers_are_of_files_and_of_all_that_encodes_them(tmp_path, m
         paths = [folder / f"{i}.jsonl" for i in range(len(files))]
         for path, lines in zip(paths, files):
             path.write_text("".join(f"{line}\n" for line in lines))
-        return sft.TokenizedFiles(paths, tokenizer or ByteTokenizer(), cache, special=special)
+        return sft.TokenizedFiles(paths, tokenizer or ByteTokenizer(), cache, READERS, special=special)
 
     assert_keyed(cache, make, SFT, monkeypatch)
 

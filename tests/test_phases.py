@@ -200,7 +200,7 @@ def evaluated(words: list[str], axes: dict) -> float:
     torch.set_num_threads(1)
     cfg = alone(config(cli.load(words), {"parallel": axes}))
     mesh = mesh_of(cfg)
-    start = agree(cfg, mesh, pretrain.open_weights, saves=False)
+    start = agree(cfg, mesh, pretrain.open_weights)
     trainer = build(cfg, mesh)
     restore(start, trainer.state)
     log, never = mock.Mock(), mock.Mock(should_stop=lambda: False)

@@ -16,7 +16,7 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,10 +43,10 @@ from minitron.data.build import (
 )
 from minitron.data.gpt import count_tokens
 from minitron.data.indexed import IndexedDataset
-from minitron.data.rows import read_rows, row_name
-from minitron.data.sft import encode_line
-from minitron.data.tokenizers import Tokenizer
+from minitron.data.sft import encode_row
+from minitron.data.tokenizers import Tokenizer, UnusableTemplate
 from minitron.interop import base as weights
+from minitron.interop.rows import read_rows
 from minitron.interop.tokenizers import load_tokenizer
 from minitron.planner.command import layout as described
 from minitron.planner.failures import state_bytes
@@ -190,11 +190,11 @@ def _sft(cfg: Config, tokenizer: Tokenizer | None) -> str:
     if tokenizer is None or len(files) < len(paths):
         return f"{found}, not read: the run makes its corpus first"
     if total > READ_BYTES:
-        for path in files:
-            for number, row in itertools.islice(read_rows(path), READ_ROWS):
-                with errors_as(ValueError, lambda error: f"{path}: {row_name(path)} {number} {error}", ValueError):
-                    encode_line(row, tokenizer, cfg.data.special_tokens_in_text, Counter())
-        return f"{found} of {total >> 20:,} MiB, of each the first {READ_ROWS:,} rows; the others were not read"
+        bad = [line for path in files for line in _bad_rows(cfg, path, tokenizer)]
+        if bad and cfg.data.bad_lines == "error":
+            raise ValueError(f"{bad[0]}; data.bad_lines=skip leaves such rows out")
+        found += f" of {total >> 20:,} MiB, of each the first {READ_ROWS:,} rows; the others were not read"
+        return found + (f"; {len(bad):,} bad rows are left out: {bad[0]}" if bad else "")
     try:
         from minitron.pretrain import build_data  # which loads torch
     except ImportError as error:
@@ -202,6 +202,17 @@ def _sft(cfg: Config, tokenizer: Tokenizer | None) -> str:
     with tempfile.TemporaryDirectory() as folder:
         built = build_data(changed(cfg, data=dict(cache_dir=folder)))
     return f"{found}, all read: {built.note}; the run reads {len(built.train):,} samples"
+
+
+def _bad_rows(cfg: Config, path: str, tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield what is wrong with each of the first READ_ROWS rows of a file that the run could not use."""
+    for number, row in itertools.islice(read_rows(path), READ_ROWS):
+        try:
+            encode_row(row, tokenizer, cfg.data.special_tokens_in_text, Counter())
+        except UnusableTemplate:  # no row's fault
+            raise
+        except ValueError as error:
+            yield f"{path}: row {number} {error}"
 
 
 def tokenizer(job: Job) -> str:

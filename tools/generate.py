@@ -41,9 +41,8 @@ from minitron.config.files import errors_as
 from minitron.config.schema import Config, DataConfig, PrecisionConfig, changed
 from minitron.data.batch import Batch
 from minitron.data.cache import Cache
-from minitron.data.chat import encode_templated
 from minitron.data.corpus import build_corpus
-from minitron.data.sft import encode_prompt, encode_question
+from minitron.data.sft import encode_chat, encode_prompt
 from minitron.data.tokenizers import Tokenizer
 from minitron.interop import hf
 from minitron.interop.tokenizers import load_tokenizer
@@ -108,12 +107,19 @@ def main(argv: list[str]) -> None:
         print(("" if o.chat else text) + answered + "\n", flush=True)
 
 
+def encode_question(messages: list[dict[str, str]], tokenizer: Tokenizer) -> list[int]:
+    """Encode messages that an answer is to follow, with the beginning of the answer."""
+    if tokenizer.chat is None:
+        return encode_chat([*messages, {"role": "assistant", "content": ""}], tokenizer)[0]
+    return tokenizer.chat.encode({"messages": messages, "add_generation_prompt": True})[0]
+
+
 def end_of_answers(tokenizer: Tokenizer) -> set[int | None]:
     """Find the special token with which the tokenizer's chat template ends an answer, as <|im_end|>."""
     if tokenizer.chat is None:
         return set()
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    [tokens] = encode_templated({"messages": turns, "add_generation_prompt": False}, tokenizer)
+    [tokens] = tokenizer.chat.encode({"messages": turns, "add_generation_prompt": False})
     return set([i for i in tokens if i in tokenizer.special.values()][-1:])
 
 

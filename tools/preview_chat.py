@@ -2,8 +2,8 @@
 
     python tools/preview_chat.py my.jsonl --tokenizer hf:Qwen3-8B --line 1 2
 
-A row is made into tokens as data.source=sft makes it, by the chat template of the tokenizer if it has messages. The
-tokens are then decoded. Exit status 1, with one line, at the first row that training would refuse.
+A row, of JSONL a line, is made into tokens as data.source=sft makes it, by the chat template of the tokenizer if it has
+messages. The tokens are then decoded. Exit status 1, with one line, at the first row that training would refuse.
 """
 
 import argparse
@@ -15,10 +15,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
 from minitron.config.command import Parser, positive, run
-from minitron.config.files import errors_as, size_of
-from minitron.data.rows import read_rows, row_name
-from minitron.data.sft import encode_line
+from minitron.config.files import errors_as
+from minitron.data.sft import encode_row
 from minitron.data.tokenizers import Tokenizer
+from minitron.interop.rows import read_rows
 from minitron.interop.tokenizers import load_tokenizer
 
 
@@ -33,17 +33,16 @@ def main(argv: list[str]) -> None:
     sys.stdout.reconfigure(errors="backslashreplace")  # texts of any language, on any terminal
     tokenizer = load_tokenizer(o.tokenizer, "--tokenizer")
     with errors_as(ValueError, lambda error: f"{o.file} cannot be read ({error.strerror}); name a file", OSError):
-        size_of(o.file)
-        name, first = row_name(o.file), takewhile(lambda row: row[0] <= max(o.line), read_rows(o.file))
+        first = takewhile(lambda row: row[0] <= max(o.line), read_rows(o.file))
         rows = {number: row for number, row in first if number in o.line}
     for number in o.line:
         if number not in rows:
-            raise ValueError(f"{o.file}: {name} {number} is empty or missing; name another with --line")
+            raise ValueError(f"{o.file}: row {number} is empty or missing; name another with --line")
         counts = Counter[str]()
-        with errors_as(ValueError, lambda error: f"{o.file}: {name} {number} {error}", ValueError):
-            parts = encode_line(rows[number], tokenizer, o.special_tokens_in_text, counts)
+        with errors_as(ValueError, lambda error: f"{o.file}: row {number} {error}", ValueError):
+            parts = encode_row(rows[number], tokenizer, o.special_tokens_in_text, counts)
         trained = sum(map(len, parts[1::2]))
-        print(f"{name} {number}: {sum(map(len, parts))} tokens, {trained} trained")
+        print(f"row {number}: {sum(map(len, parts))} tokens, {trained} trained")
         print(marked(parts, tokenizer))
         if counts["special"] and not o.special_tokens_in_text:
             print("a special token in its text is read as text; see data.special_tokens_in_text")

@@ -26,13 +26,15 @@ from typing import Any, BinaryIO, NamedTuple
 
 import zstandard
 
+from minitron.config.command import limited_memory
 from minitron.config.files import RECORD_BYTES, errors_as, lines_of, read_json
-from minitron.data.rows import read_table, table_kind
+from minitron.interop.rows import read_table, table_kind
 
 BATCH_BYTES = 1 << 20
 READ_BYTES = 1 << 17
 FED_BYTES = 1 << 10  # compressed, decompressed at a time: at most 32 MiB come of it
 XZ_BYTES = 1 << 30  # of memory, that the dictionary of an .xz file may take
+TABLE_BYTES = 4 << 30  # of memory, that one read of a table may take
 
 
 class Batch(NamedTuple):
@@ -141,7 +143,12 @@ def _unreadable(path: str, error: OSError) -> str:
 def _table_batches(path: str, kind: str, keys: tuple[str, ...]) -> Iterator[Batch]:
     """Batches of the columns `keys` of a table. Raises ValueError for other columns, and for a damaged file."""
     first, rows, size, total = 1, [], 0, os.path.getsize(path)
-    for found in read_table(path, kind, partial(_check_columns, path, keys)):
+    mapped = total if kind == "arrow" else 0  # a map counts as memory
+    parts = read_table(path, kind, partial(_check_columns, path, keys))
+    while True:
+        with limited_memory(TABLE_BYTES + mapped):
+            if (found := next(parts, None)) is None:
+                break
         for row in found:
             rows.append(row)
             sizes = [len(row[key] or "") for key in keys]

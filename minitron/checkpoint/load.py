@@ -87,19 +87,17 @@ OpenWeights = Callable[[str, int, str], Weights]
 # ---- where a run starts ----------------------------------------------------------------------------------------------
 
 
-def agree(
-    cfg: Config, mesh: Mesh, open_weights: OpenWeights, first_on_node: bool = True, saves: bool = True
-) -> ResumePoint:
+def agree(cfg: Config, mesh: Mesh, open_weights: OpenWeights, first_on_node: bool = True) -> ResumePoint:
     """Run `find_resume_point` on rank 0, and open what it found on all ranks. Collective over the world.
 
     Only rank 0 reads the index of a checkpoint. Every rank opens a Hugging Face folder and merged weights. The first
-    rank of each node checks that its node sees the same checkpoint.dir. saves: see `find_resume_point`. Raises
-    CheckpointError or ValueError, on all ranks alike.
+    rank of each node checks that its node sees the same checkpoint.dir. Raises CheckpointError or ValueError, on all
+    ranks alike.
     """
     found: list[ResumePoint] = []
 
     def look(_: list[None]) -> ResumePoint:
-        found.append(start := find_resume_point(cfg, open_weights, saves))
+        found.append(start := find_resume_point(cfg, open_weights))
         return start._replace(reader=facts(start.reader), base_weights=facts(start.base_weights))
 
     def facts(weights: Weights | None) -> Any:
@@ -132,16 +130,16 @@ def _check_shared(cfg: Config, start: ResumePoint) -> None:
             raise CheckpointError(f"checkpoint.dir={c.dir} {why}; it must be one directory that all nodes share")
 
 
-def find_resume_point(cfg: Config, open_weights: OpenWeights, saves: bool = True) -> ResumePoint:
+def find_resume_point(cfg: Config, open_weights: OpenWeights) -> ResumePoint:
     """Find where a run of this configuration starts, and check the index of that checkpoint, on this rank alone.
 
-    saves: whether the run saves in checkpoint.dir; then CheckpointError is raised, too, if it could not.
+    Raises CheckpointError, also if checkpoint.dir cannot be written, unless checkpoint.every=null.
     """
     c, start = cfg.checkpoint, ResumePoint()
     if cfg.finetune.kind == "lora":
         base = open_base(cfg, open_weights)
         start = ResumePoint(base_weights=base, base_fingerprint=fingerprint(base))
-    reader = None if c.dir is None else _newest_checkpoint(cfg, Path(c.dir).expanduser(), saves)
+    reader = None if c.dir is None else _newest_checkpoint(cfg, Path(c.dir).expanduser())
     if reader is not None:
         _check_run(reader, cfg)
         if not {"data", "optimizer_steps"} <= reader.state.keys():
@@ -155,14 +153,14 @@ def find_resume_point(cfg: Config, open_weights: OpenWeights, saves: bool = True
     return start
 
 
-def _newest_checkpoint(cfg: Config, directory: Path, saves: bool) -> Reader | None:
+def _newest_checkpoint(cfg: Config, directory: Path) -> Reader | None:
     """Open the checkpoint in checkpoint.dir that is resumed; None if there is none, or resume is false.
 
-    Raises CheckpointError for a damaged checkpoint, and if a run that saves could not save in the directory.
+    Raises CheckpointError for a damaged checkpoint, and if a run that is to save could not save in the directory.
     """
     c, reader = cfg.checkpoint, None
     unwritable = lambda e: f"checkpoint.dir={c.dir} cannot be written: {e}; name another directory, or null for none"
-    if saves:
+    if c.every is not None:
         with errors_as(CheckpointError, unwritable, CheckpointError):
             make_writable(directory)
     if c.resume:
@@ -171,7 +169,7 @@ def _newest_checkpoint(cfg: Config, directory: Path, saves: bool) -> Reader | No
             reader = _open_newest(directory, c.resume_step)
     step = 0 if reader is None else reader.iteration
     last = cfg.train.steps if cfg.train.epochs is None else sys.maxsize  # known once the data are open
-    if saves and (foreign := foreign_folder(directory, step, last)):
+    if foreign := foreign_folder(directory, step, last):
         why = "is in the way of a save of this run: it holds files that no save wrote"
         raise CheckpointError(f"{foreign} {why}; move it away, or use another checkpoint.dir")
     return reader

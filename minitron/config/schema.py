@@ -44,11 +44,12 @@ FP8 = {"precision.fp8": ("delayed", "current", "block")}
 FP8_PARAMS = {"precision.fp8": ("delayed", "current"), "finetune.kind": (None, "sft")}
 ROTARY = {"model.positions": ("rope",)}
 LLAMA = {"model.family": ("llama",)}
-NO_SCHEDULE = {"train.batch_schedule": ((),)}
+RAMP = {"train.batch_schedule": ((),)}
 ATTENTION_DROPOUT = {"parallel.cp": (1,), "model.attention": ("auto", "fused", "reference")}
 DECAYING = {"optimizer.lr_schedule": ("cosine", "linear", "wsd")}
 DECAY_STEPS = {"optimizer.decay_steps": (None,)}
-WSD = {"optimizer.lr_schedule": ("wsd",)}
+WSD_SHARE = {"optimizer.lr_schedule": ("wsd",), "optimizer.wsd_decay_steps": (None,)}
+WSD_STEPS = {"optimizer.lr_schedule": ("wsd",), "optimizer.decay_samples": (None,)}
 CONSTANT_END = {"optimizer.decay_samples": (None,), **DECAY_STEPS, **DECAYING}
 FILES = {"data.source": ("indexed", "sft")}
 SFT = {"data.source": ("sft",)}
@@ -135,12 +136,8 @@ class TrainConfig:
     seq_len: int = key(256, "tokens per sample", COUNT)
     micro_batch_size: int = key(4, "samples per forward pass", COUNT)
     global_batch_size: int = key(16, "samples per optimizer step, over all data-parallel ranks", COUNT)
-    batch_ramp: tuple[int, int, int] | None = key(
-        None, "[start, increment, samples]: smaller steps first, up to global_batch_size", COUNT, NO_SCHEDULE
-    )
-    batch_schedule: tuple[tuple[int, int], ...] = key(
-        (), "[[samples trained, samples per step], ...] from 0 on; the last one is global_batch_size", NOT_NEGATIVE
-    )
+    batch_ramp: tuple[int, int, int] | None = key(None, "[start, increment, samples]: smaller first steps", COUNT, RAMP)
+    batch_schedule: tuple[tuple[int, int], ...] = key((), "[[samples trained, samples per step], ...]", NOT_NEGATIVE)
     recompute: Literal["none", "selective", "full"] = key(
         "none", "what the backward pass computes again: nothing, norms and activations, or whole blocks"
     )
@@ -188,24 +185,12 @@ class PrecisionConfig:
 class OptimizerConfig:
     lr: float = key(3e-3, "peak learning rate", NOT_NEGATIVE)
     min_lr: float = key(3e-4, "learning rate after the decay", NOT_NEGATIVE)
-    lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = key(
-        "cosine", "shape of the decay; wsd: lr is stable until a short decay by 1 - sqrt at the end"
-    )
+    lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = key("cosine", "shape; wsd: a short decay at the end")
     warmup_steps: int = key(20, "steps of linear warm-up from 0", NOT_NEGATIVE)
     constant_steps: int = key(0, "steps at min_lr before the end", NOT_NEGATIVE, CONSTANT_END)
     decay_steps: int | None = key(None, "steps to min_lr, with warm-up; null: steps - constant_steps", COUNT, DECAYING)
-    wsd_decay_share: float = key(
-        0.1,
-        "wsd: the decay's share of the samples until its end",
-        "(0, 1]",
-        WSD | {"optimizer.wsd_decay_steps": (None,)},
-    )
-    wsd_decay_steps: int | None = key(
-        None,
-        "wsd: the decay's length in steps; null: by wsd_decay_share",
-        COUNT,
-        WSD | {"optimizer.decay_samples": (None,)},
-    )
+    wsd_decay_share: float = key(0.1, "wsd: the decay's share of the samples until its end", "(0, 1]", WSD_SHARE)
+    wsd_decay_steps: int | None = key(None, "wsd: the decay in steps; null: by wsd_decay_share", COUNT, WSD_STEPS)
     warmup_samples: int | None = key(None, "the warm-up in samples", NOT_NEGATIVE, {"optimizer.warmup_steps": (0,)})
     decay_samples: int | None = key(None, "the decay in samples, with warm-up", COUNT, DECAY_STEPS | DECAYING)
     betas: tuple[float, float] = key((0.9, 0.95), "AdamW's running-average factors", FRACTION)
@@ -238,23 +223,15 @@ class DataConfig:
     source: Literal["corpus", "mock", "indexed", "sft"] = key(
         "corpus", "corpus: Python's library; mock: random tokens; indexed: Megatron's .bin/.idx; sft: JSONL"
     )
-    paths: tuple[str, ...] = key(
-        (), "indexed: prefix, or weight prefix pairs; sft: files, or weight file pairs, or docstrings", needs=FILES
-    )
+    paths: tuple[str, ...] = key((), "files, or weight file pairs; indexed: prefixes; sft: or docstrings", needs=FILES)
     valid_paths: tuple[str, ...] = key((), "sft: files to validate on; none: a share of paths", needs=SFT)
     split: Shares = key("969,30,1", "shares of documents to train, validate, test on; sft with valid_paths: not read")
     tokenizer: str = key("corpus", "corpus, bytes, gpt2:DIR, llama3:FILE, llama2:FILE or hf:DIR")
-    too_long: Literal["error", "skip", "truncate"] = key(
-        "truncate", "sft: what becomes of documents that are longer than a sample", needs=SFT
-    )
-    bad_lines: Literal["error", "skip"] = key("error", "sft: whether lines without a document are left out", needs=SFT)
-    special_tokens_in_text: bool = key(
-        False, "sft: what looks like a special token in a text is one; else it is text", needs=SFT
-    )
+    too_long: Literal["error", "skip", "truncate"] = key("truncate", "sft: documents longer than a sample", needs=SFT)
+    bad_lines: Literal["error", "skip"] = key("error", "sft: whether rows without a document are left out", needs=SFT)
+    special_tokens_in_text: bool = key(False, "sft: a text that looks like a special token is one", needs=SFT)
     separate_documents: bool = key(False, "no attention across documents, positions restart in each; sft: always")
-    skip_samples: tuple[tuple[int, int], ...] = key(
-        (), "[[first, end], ...]: consumed samples to leave out, as where the loss has spiked", NOT_NEGATIVE
-    )
+    skip_samples: tuple[tuple[int, int], ...] = key((), "[[first, end], ...]: samples to leave out", NOT_NEGATIVE)
     document_length: int | None = key(
         None, "mock: most tokens of a document; null: 1/4 sample on average", COUNT, {"data.source": ("mock",)}
     )

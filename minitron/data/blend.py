@@ -34,7 +34,8 @@ class BlendedDataset:
     """`num_samples` samples drawn from `parts` by the greedy rule; part i holds `part_samples(num_samples, w_i)`.
 
     The order of the first ones is the same in a longer blend, and of SFTDatasets the samples are, too: then the
-    fingerprint does not depend on num_samples, so that a resumed run may be longer.
+    fingerprint does not depend on num_samples, so that a resumed run may be longer. Of other parts all are drawn that
+    they hold for certain, up to SURPLUS times num_samples: data.skip_samples needs more than the run was begun with.
     """
 
     def __init__(
@@ -44,15 +45,18 @@ class BlendedDataset:
         assert all(len(part) >= part_samples(num_samples, share) for part, share in zip(parts, shares, strict=True))
         self.parts = list(parts)
         key = f"{shares.tolist()} {num_samples}"
-        order = key if isinstance(parts[0], GPTDataset) else str(shares.tolist())
+        order, length = str(shares.tolist()), num_samples
+        if isinstance(parts[0], GPTDataset):  # after k samples the rule has drawn at most w_i k + 1 of part i
+            order, held = key, min(int((len(part) - 1) / share) for part, share in zip(parts, shares))
+            length = max(num_samples, min(held, int(num_samples * SURPLUS)))
         self.fingerprint = fingerprint_of(" ".join([order, *(part.fingerprint for part in parts)]).encode())
 
         def build(folder: Path) -> None:
-            part, sample = greedy_order(shares, num_samples)
+            part, sample = greedy_order(shares, length)
             save_arrays(folder, part=part, sample=sample)
 
         # Only the shares decide the order, so runs over other data with the same blend share the arrays.
-        folder = cache.build_once(f"blend-{fingerprint_of(key.encode())}", build)
+        folder = cache.build_once(f"blend-{fingerprint_of(f'{shares.tolist()} {length}'.encode())}", build)
         self._part, self._sample = load_arrays(folder, "part", "sample")
 
     def __len__(self) -> int:

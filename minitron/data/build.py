@@ -4,7 +4,7 @@
     corpus    the Python standard library (corpus.py)                        its own
     indexed   .bin/.idx files, one or a weighted blend (indexed.py)          data.tokenizer, checked with PREFIX.json
     sft       rows of prompts and answers, packed; one set of files or a     data.tokenizer, or the corpus's
-              weighted blend (sft.py, rows.py, packing.py)
+              weighted blend (sft.py, packing.py)
     mock      random ids (mock.py)                                           none
 
 Every rank calls `build_datasets` with the same arguments, and one of them builds the indices (cache.py).  A
@@ -40,7 +40,7 @@ from minitron.data.gpt import GPTDataset, scan_ids
 from minitron.data.indexed import IndexedDataset, check_index, read_sidecar
 from minitron.data.mock import MockDataset
 from minitron.data.sft import SFTDataset, TokenizedFiles
-from minitron.data.tokenizers import LoadTokenizer, Tokenizer
+from minitron.data.tokenizers import Readers, Tokenizer
 
 SCAN_BYTES = 1 << 30  # of .bin: what is read in full before training
 PEEK_TOKENS = 1 << 20  # read of a larger one
@@ -67,11 +67,6 @@ class Datasets(NamedTuple):
     note: str = ""
 
 
-def no_tokenizer(spec: str, cache: Cache) -> Tokenizer:
-    """Refuse to open a tokenizer. For callers whose data need none."""
-    raise ValueError(f"data.tokenizer={spec} cannot be opened here; use a source that needs no tokenizer of others")
-
-
 def build_datasets(
     data: DataConfig,
     *,
@@ -81,7 +76,7 @@ def build_datasets(
     train_samples: int | Callable[[int], int],
     valid_samples: int,
     first_on_node: bool = True,
-    load_tokenizer: LoadTokenizer = no_tokenizer,
+    readers: Readers = Readers(),
 ) -> Datasets:
     """Build or find the datasets; safe to call on every rank at once.
 
@@ -90,12 +85,12 @@ def build_datasets(
     below it.
     first_on_node: False for a rank that calls after the first rank of its node has returned.  That one has built what
     was missing and checked the cache's checksums.
-    load_tokenizer: opens data.tokenizer, unless that is "corpus".
+    readers: open data.tokenizer, unless that is "corpus", and read the files of sft.
     Raises ValueError for everything that the module docstring lists.
     """
     open_source = {"mock": _mock, "sft": _sft}.get(data.source, _token_files)
     cache = Cache(os.path.expanduser(data.cache_dir), first_on_node)
-    tokenizer, info, dataset, epoch = open_source(data, load_tokenizer, cache, vocab_size, seq_len, seed)
+    tokenizer, info, dataset, epoch = open_source(data, readers, cache, vocab_size, seq_len, seed)
     count = train_samples if isinstance(train_samples, int) else train_samples(epoch)
     if count < 1:
         raise ValueError(f"{count} training samples were asked for; set train.steps to 1 or more")
@@ -117,7 +112,7 @@ def build_datasets(
 Source = tuple[Tokenizer | None, dict[str, Any], Callable[[int, int], Dataset], int]
 
 
-def _mock(data: DataConfig, load: LoadTokenizer, cache: Cache, vocab_size: int, seq_len: int, seed: int) -> Source:
+def _mock(data: DataConfig, readers: Readers, cache: Cache, vocab_size: int, seq_len: int, seed: int) -> Source:
     """Make random data, with another seed for validation.
 
     Without data.document_length a document has a quarter of a sample on average, so that separate_documents has work.
@@ -131,9 +126,7 @@ def _mock(data: DataConfig, load: LoadTokenizer, cache: Cache, vocab_size: int, 
     return None, {"source": "mock"}, dataset, 0
 
 
-def _token_files(
-    data: DataConfig, load: LoadTokenizer, cache: Cache, vocab_size: int, seq_len: int, seed: int
-) -> Source:
+def _token_files(data: DataConfig, readers: Readers, cache: Cache, vocab_size: int, seq_len: int, seed: int) -> Source:
     """Open the corpus, one file or a blend of several, and check all files."""
     tokenizer: Tokenizer | None
     weights: list[float] | None = None
@@ -148,7 +141,7 @@ def _token_files(
         info |= {key: corpus.meta[key] for key in ("python", "fingerprint", "unigram_entropy")}
     else:
         prefixes, weights = parse_paths(data.paths)
-        tokenizer = None if data.tokenizer == "corpus" else load(data.tokenizer, cache)
+        tokenizer = None if data.tokenizer == "corpus" else readers.tokenizer(data.tokenizer, cache)
     files = [_open(prefix, data.tokenizer, tokenizer, vocab_size, cache) for prefix in prefixes]
     info |= {"weights": weights, "data": [file.fingerprint for file in files]}
     info |= {"tokens": [file.num_tokens for file in files]}
@@ -164,33 +157,37 @@ def _token_files(
     return tokenizer, info, dataset, 0
 
 
-def _sft(data: DataConfig, load: LoadTokenizer, cache: Cache, vocab_size: int, seq_len: int, seed: int) -> Source:
+def _sft(data: DataConfig, readers: Readers, cache: Cache, vocab_size: int, seq_len: int, seed: int) -> Source:
     """Tokenize and pack files of questions and answers."""
     own = data.tokenizer == "corpus"
-    tokenizer: Tokenizer = build_corpus(cache, vocab_size).tokenizer if own else load(data.tokenizer, cache)
+    tokenizer: Tokenizer = (
+        build_corpus(cache, vocab_size).tokenizer if own else readers.tokenizer(data.tokenizer, cache)
+    )
     check_vocabulary(tokenizer.vocab_size, f"data.tokenizer={data.tokenizer}", vocab_size)
-    special, skip_bad, too_long = data.special_tokens_in_text, data.bad_lines == "skip", data.too_long
 
-    def parts(paths: Sequence[str], which: int | None) -> list[SFTDataset]:
+    def read(paths: Sequence[str]) -> tuple[list[TokenizedFiles], list[float] | None]:
         files, weights = parse_sft_paths(paths)
         files = [str(build_docstrings(cache)) if path == "docstrings" else path for path in files]
-        found = []
-        for group in [files] if weights is None else [[path] for path in files]:
-            documents = TokenizedFiles(group, tokenizer, cache, special=special, skip_bad=skip_bad)
-            chosen = range(len(documents)) if which is None else split_part(documents, data.split, which)
-            found.append(SFTDataset(documents, chosen, 0, seq_len, seed, too_long))
-        return found
+        choices = data.special_tokens_in_text, data.bad_lines == "skip"
+        groups = [files] if weights is None else [[path] for path in files]
+        return [TokenizedFiles(group, tokenizer, cache, readers, *choices) for group in groups], weights
 
-    train = parts(data.paths, None if data.valid_paths else TRAIN)
+    def pack(files: list[TokenizedFiles], which: int) -> list[SFTDataset]:
+        part = lambda file: range(len(file)) if data.valid_paths else split_part(file, data.split, which)
+        return [SFTDataset(file, part(file), seq_len, seed, data.too_long) for file in files]
+
+    files, weights = read(data.paths)
+    train = pack(files, TRAIN)
 
     def dataset(which: int, samples: int) -> SFTDataset | BlendedDataset:
-        own = which == VALID and data.valid_paths
-        weights = parse_sft_paths(data.valid_paths if own else data.paths)[1]
-        made = train if which == TRAIN else parts(data.valid_paths, None) if own else parts(data.paths, VALID)
-        if weights is None:
+        made, shares = train, weights
+        if which == VALID:
+            others, shares = read(data.valid_paths) if data.valid_paths else (files, weights)
+            made = pack(others, VALID)
+        if shares is None:
             return made[0].of_length(samples)
-        sized = [part.of_length(part_samples(samples, w)) for part, w in zip(made, normalize(weights))]
-        return BlendedDataset(sized, weights, samples, cache)
+        sized = [part.of_length(part_samples(samples, w)) for part, w in zip(made, normalize(shares))]
+        return BlendedDataset(sized, shares, samples, cache)
 
     return tokenizer, {"source": "sft"}, dataset, sum(part.packing.num_sequences for part in train)
 

@@ -70,7 +70,7 @@ def alone(cfg: Config) -> Config:
     return changed(
         final(cfg),
         train=dict(steps=1, epochs=None, eval_every=1, rerun="off", cuda_graph="off"),
-        checkpoint=dict(local_dir=None, export="none"),
+        checkpoint=dict(every=None, local_dir=None, export="none"),
         log=dict(dir=None, tensorboard=False, wandb=None, prometheus=None, numerics_every=0),
         profile=dict(kind="none"),
     )

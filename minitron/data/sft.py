@@ -1,7 +1,8 @@
 """Fine-tuning data: rows of questions and answers, packed so that only answers count, without attention across them.
 
-A line of a file is a document, in one of two forms. The second takes the tokenizer's own chat template (chat.py), with
-roles, `tools` and `chat_template_kwargs` as transformers has them; or Llama 3's, if the tokenizer has no template:
+A row of a file is a document, in one of two forms. The second takes the tokenizer's own chat template, with roles,
+`tools` and `chat_template_kwargs` as transformers has them; or Llama 3's, if the tokenizer has no template. Files and
+templates are read by minitron/interop/rows.py and chat.py, which commands pass to this code:
 
     {"prompt": "Capital of France?", "completion": " Paris"}
         context   bos Capital of France?                                    bos: Llama's; other tokenizers have none
@@ -18,10 +19,11 @@ keeps documents apart, with positions from 0, and the mask is 1 for answers only
 loss weight 0.
 
 A document that is too long is cut at its end, and reported (data.too_long=truncate). A prompt that is too long by
-itself is an error, as is any other defect of a line. The error names the files and the lines, the first SHOWN of them.
-With data.bad_lines=skip the log has this line, and the run goes on without these rows.
+itself is an error, as is any other defect of a row. The error names the files and the rows, the first SHOWN of them.
+With data.bad_lines=skip the log has this line, and the run goes on without these rows. Bad rows are kept beside the
+tokens, so one process finds them, and all others read them there.
 
-A special token in the text of a line counts as text, and is reported; `data.special_tokens_in_text` changes that.
+A special token in the text of a row counts as text, and is reported; `data.special_tokens_in_text` changes that.
 """
 
 import hashlib
@@ -34,33 +36,32 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from minitron.config.files import errors_as, parse_json, read_json, size_of, write_json
 from minitron.config.text import short
 from minitron.data.cache import Cache, fingerprint_of, load_arrays, reading, save_arrays
-from minitron.data.chat import ROLES, encode_templated, mark_special
 from minitron.data.gpt import Sample
 from minitron.data.indexed import IndexedDataset, IndexedWriter, best_dtype
 from minitron.data.packing import Packing
-from minitron.data.rows import parse_line, read_rows, row_name, to_messages
-from minitron.data.tokenizers import Tokenizer, UnusableTemplate
+from minitron.data.tokenizers import Readers, Tokenizer, UnusableTemplate
 
-FORMAT = 1  # to be raised when this file makes other tokens of a line, so that cached ones are not taken for them
+FORMAT = 1  # to be raised when other tokens are made of a row, so that cached ones are not taken for them
 HEADER = "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"
-SHOWN = 10  # lines that an error names; the others are counted
+ROLES = "system", "developer", "user", "assistant", "tool"  # of a chat template
+SHOWN = 10  # rows that an error names; the others are counted
 WHY = 150  # characters of what is wrong with each
-SKIPPED = "skipped.json"
-Defect = tuple[int, int, str]  # number of the file, number of the line, what is wrong with it
+BAD = "bad.json"
+Defect = tuple[int, int, str]  # number of the file, number of the row, what is wrong with it
 
 
 class TokenizedFiles:
-    """The tokenized lines of `paths`, in their order; `len()` counts them.
+    """The tokenized rows of `paths`, in their order; `len()` counts them.
 
-    fingerprint: 16 hex digits, the same wherever the files lie.  lengths: int64 [documents], in tokens.
-    special: a special token in a text is one. with_special: the number of lines with one in a text.
-    skipped: which lines were left out, "" if none were.
-    Raises ValueError, naming files and lines, for lines without a question and an answer, unless skip_bad is set.
+    fingerprint: 16 hex digits, the same wherever the files lie.  lengths, prompts: int64 and int32 [documents], in
+    tokens.
+    special: a special token in a text is one. with_special: the number of rows with one in a text.
+    skipped: which rows were left out, "" if none were.
+    Raises ValueError, naming files and rows, for rows without a question and an answer, unless skip_bad is set.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class TokenizedFiles:
         paths: Sequence[str | os.PathLike[str]],
         tokenizer: Tokenizer,
         cache: Cache,
+        readers: Readers,
         special: bool = False,
         skip_bad: bool = False,
     ):
@@ -83,31 +85,36 @@ class TokenizedFiles:
                     hashed.append(hashlib.file_digest(file, "sha256").digest())
         template = None if tokenizer.chat is None else tokenizer.chat.fingerprint
         key = fingerprint_of(*hashed, f"chats by {template}, {special=}".encode())
-        build = lambda partial: _tokenize(partial, self.paths, tokenizer, special, skip_bad)
-        folder = cache.build_once(f"sft-{key}" + "-skip" * skip_bad, build)
+        build = lambda partial: _tokenize(partial, self.paths, tokenizer, readers, special)
+        folder = cache.build_once(f"sft-rows-{key}", build)
         with reading(folder):
             self._file = IndexedDataset(folder / "documents")
-            count, first = read_json(folder / SKIPPED) if skip_bad else (0, [])
-        self._lines, (templated, self.with_special) = load_arrays(folder, "lines", "counts")
+            bad, first = read_json(folder / BAD)
+        found = self._listed(first, bad)
+        if bad and not (skip_bad and len(self._file)):
+            raise ValueError(f"{found}; data.bad_lines=skip leaves such rows out")
+        if not len(self._file):
+            raise ValueError(f"data.paths: there is no row in {self.prefix}; give prompt and completion, or messages")
+        self._rows, (templated, self.with_special) = load_arrays(folder, "rows", "counts")
         # What had no effect is left out, so that older checkpoints know their data.
         self.fingerprint = key if templated or special else fingerprint_of(*hashed)
         self._parts = self._file.document_indices
         self.lengths = np.add.reduceat(self._file.lengths, self._parts[:-1], dtype=np.int64)
-        self.skipped = f"; {count:,} bad lines left out: {_listed(self.paths, first, count)}" if count else ""
+        self.prompts = self._file.lengths[self._parts[:-1]]
+        self.skipped = f"; {bad:,} bad rows left out: {found}" if bad else ""
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def refuse_long(self, part: range, whole: bool, seq_len: int) -> None:
         """Raise ValueError for prompts without room for an answer; whole: for all documents that do not fit."""
-        prompts = self._file.lengths[self._parts[part.start : part.stop]]
-        lengths = self.lengths[part.start : part.stop]
-        if len(bad := np.flatnonzero(lengths > seq_len + 1 if whole else prompts > seq_len)):
-            why = [f"has a prompt of {prompts[i]} tokens, with its answer {lengths[i]}" for i in bad[:SHOWN]]
-            lines = self._lines[part.start + bad[:SHOWN]].tolist()
-            found = _listed(self.paths, [(*line, text) for line, text in zip(lines, why)], len(bad))
+        long = self.lengths > seq_len + 1 if whole else self.prompts > seq_len
+        if len(bad := part.start + np.flatnonzero(long[part.start : part.stop])):
+            why = "has a prompt of {} tokens, with its answer {}"
+            first = [(*self._rows[i], why.format(self.prompts[i], self.lengths[i])) for i in bad[:SHOWN]]
             limit = f"train.seq_len={seq_len} takes {seq_len + 1} and leaves a prompt room for an answer"
-            raise ValueError(f"{found}; {limit}: raise it, shorten the texts, or set data.too_long=skip")
+            fix = "raise it, shorten the texts, or set data.too_long=skip"
+            raise ValueError(f"{self._listed(first, len(bad))}; {limit}: {fix}")
 
     def get(self, i: int, limit: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the first `limit` tokens of a document, int64, and whether each is of an answer, bool."""
@@ -116,25 +123,22 @@ class TokenizedFiles:
         answers[0] = False  # no token comes before it from which it could be predicted
         return np.concatenate(parts, dtype=np.int64)[:limit], answers[:limit]
 
+    def _listed(self, first: Iterable[Defect], count: int) -> str:
+        """Name the first of `count` defective rows."""
+        words = [f"{self.paths[file]}: row {row} {why}" for file, row, why in first]
+        return "; ".join(words + [f"and {count - len(words):,} more"] * (count > len(words)))
+
 
 class SFTDataset:
-    """Packed samples of some documents of a file: an endless order of epochs, of which the run reads num_samples.
+    """Packed samples of some documents of a file: an endless order of epochs. `of_length` says how many are read.
 
     too_long: what becomes of documents of more than seq_len + 1 tokens (data.too_long); `cut` counts them.
     note: a line that says how much there is, and how well it is packed.
     """
 
-    def __init__(
-        self,
-        documents: TokenizedFiles,
-        part: range,
-        num_samples: int,
-        seq_len: int,
-        seed: int,
-        too_long: str = "truncate",
-    ):
+    def __init__(self, documents: TokenizedFiles, part: range, seq_len: int, seed: int, too_long: str = "truncate"):
         whole, capacity = documents.lengths[part.start : part.stop], seq_len + 1
-        self.documents, self.num_samples, self.seq_len = documents, num_samples, seq_len
+        self.documents, self.num_samples, self.seq_len = documents, 0, seq_len
         self.part: range | np.ndarray = part
         self.fingerprint = f"{documents.fingerprint} {part.start}-{part.stop} seq_len {seq_len} seed {seed}"
         long = whole > capacity
@@ -177,7 +181,7 @@ class SFTDataset:
         return Sample(tokens, ends[ends <= s], mask, padding=max(0, hole - 1))
 
 
-# ---- from a line to tokens ------------------------------------------------------------------------------------------
+# ---- from a row to tokens -------------------------------------------------------------------------------------------
 
 
 def encode_prompt(prompt: str, tokenizer: Tokenizer, special: bool = False) -> list[int]:
@@ -208,38 +212,27 @@ def encode_chat(messages: Sequence[dict[str, Any]], tokenizer: Tokenizer, specia
     return parts
 
 
-def encode_question(messages: Sequence[dict[str, Any]], tokenizer: Tokenizer) -> list[int]:
-    """Encode messages that an answer is to follow, with the beginning of the answer."""
-    if tokenizer.chat is None:
-        return encode_chat([*messages, {"role": "assistant", "content": ""}], tokenizer)[0]
-    chat = {"messages": mark_special(messages, tokenizer), "add_generation_prompt": True}
-    return encode_templated(chat, tokenizer)[0]
+def encode_row(row: Any, tokenizer: Tokenizer, special: bool, counts: Counter[str]) -> list[list[int]]:
+    """Encode what Readers.rows gives to context and answer in turn.  Raises ValueError: what is wrong, and the fix.
 
-
-def encode_line(line: object, tokenizer: Tokenizer, special: bool, counts: Counter[str]) -> list[list[int]]:
-    """Encode a row, or as bytes a line: context and answer in turn.  Raises ValueError: what is wrong, and the fix.
-
-    counts: adds a line to `templated` if it takes the tokenizer's template, to `special` if a text has a special token.
+    counts: adds a row to `templated` if it takes the tokenizer's template, to `special` if a text has a special token.
     """
-    row = to_messages(parse_line(line) if isinstance(line, bytes) else line)
-    if not isinstance(line, bytes) or b"\\ud" in line.lower():  # tokenizers raise, or replace it silently
-        why = "has an escape of half a character, \\ud800 to \\udfff; write the character as UTF-8, or as two escapes"
-        with errors_as(ValueError, lambda _: why, UnicodeError):
-            json.dumps(row, ensure_ascii=False, default=str).encode()
+    if isinstance(row, ValueError):
+        raise row
     keys = {"prompt", "completion", "messages"} & (row.keys() if isinstance(row, dict) else set())
-    if keys == {"messages"}:
-        return _encode_messages(row, tokenizer, special, counts)
-    if keys != {"prompt", "completion"}:
+    if keys not in ({"messages"}, {"prompt", "completion"}):
         found = ", ".join(sorted(keys)) or "none"
         fix = "give prompt and completion, or messages (or the keys of Alpaca or ShareGPT)"
         raise ValueError(f"has {found} of the keys prompt, completion and messages; {fix}")
+    texts = json.dumps([row.get(key) for key in (*keys, "tools")], ensure_ascii=False)
+    counts["special"] += any(text in texts for text in tokenizer.special)
+    if "messages" in keys:
+        return _encode_messages(row, tokenizer, special, counts)
     for key in sorted(keys):
         if not isinstance(row[key], str):
             raise ValueError(f"has a {key} that is no text; put it into quotes")
     if not row["completion"].strip():
-        raise ValueError("has an empty completion; fill it in, or drop the line")
-    texts = [row["prompt"], row["completion"]]
-    counts["special"] += mark_special(texts, tokenizer) != texts
+        raise ValueError("has an empty completion; fill it in, or drop the row")
     answer = [*tokenizer.encode(row["completion"], special), tokenizer.eod]
     return [encode_prompt(row["prompt"], tokenizer, special), answer]
 
@@ -247,18 +240,16 @@ def encode_line(line: object, tokenizer: Tokenizer, special: bool, counts: Count
 def _encode_messages(row: dict[str, Any], tokenizer: Tokenizer, special: bool, counts: Counter[str]) -> list[list[int]]:
     """Encode a chat by the tokenizer's template, or by Llama 3's."""
     _check_messages(row["messages"], tokenizer.chat is not None)
+    if tokenizer.chat is None:
+        return encode_chat(row["messages"], tokenizer, special)
     chat = {key: row[key] for key in ("messages", "tools", "chat_template_kwargs") if row.get(key)}
     if isinstance(tools := chat.get("tools", []), str):  # as tables have it
         with errors_as(ValueError, lambda error: f"has tools that are no JSON ({error}); correct them", ValueError):
             chat["tools"] = tools = parse_json(tools)
     if not isinstance(tools, list):
         raise ValueError("has tools that are no list; write the list of their JSON schemas")
-    marked = mark_special(chat, tokenizer)
-    counts["special"] += marked != chat
-    if tokenizer.chat is None:
-        return encode_chat(row["messages"], tokenizer, special)
     counts["templated"] += 1
-    return encode_templated(chat if special else marked, tokenizer)
+    return tokenizer.chat.encode(chat, special)
 
 
 def _check_messages(messages: object, by_template: bool) -> None:
@@ -282,52 +273,30 @@ def _check_messages(messages: object, by_template: bool) -> None:
     if not by_template and (not turns or turns != ["user", "assistant"] * (len(turns) // 2)):
         raise ValueError(f"has the roles {', '.join(roles)}; begin with system or not, then user and assistant in turn")
     if not all(m["content"].strip() for m in messages if m["role"] == "assistant" and not m.get("tool_calls")):
-        raise ValueError("has an empty answer of the assistant; fill it in, or drop the line")
+        raise ValueError("has an empty answer of the assistant; fill it in, or drop the row")
 
 
-def _tokenize(folder: Path, paths: list[str], tokenizer: Tokenizer, special: bool, skip_bad: bool) -> None:
-    """Write documents.bin/.idx, lines.npy, int64 [documents, 2]: number of the file, number of the line, and
-    counts.npy, int64 [2]: of lines that took a template, and of lines with a special token in a text.
+def _tokenize(folder: Path, paths: list[str], tokenizer: Tokenizer, readers: Readers, special: bool) -> None:
+    """Write documents.bin/.idx, rows.npy, int64 [documents, 2]: number of the file, number of the row, and
+    counts.npy, int64 [2]: of rows that took a template, and of rows with a special token in a text.
 
-    skip_bad: write also SKIPPED, [how many rows are left out, the first of them]. Without it they are an error.
+    Write also BAD: how many rows are left out, and the first of them.
     """
-    lines, counts, defects, count = [], Counter[str](), list[Defect](), 0
-    sizes = [size_of(path) for path in paths]
-    with (
-        IndexedWriter(folder / "documents", best_dtype(tokenizer.vocab_size)) as writer,
-        # On a terminal alone, and only if it takes longer than a second.
-        tqdm(total=sum(sizes), unit="B", unit_scale=True, desc="tokenizing", disable=None, delay=1) as bar,
-    ):
-        for number, path in enumerate(paths):
-            for line, row in read_rows(path):
+    rows, counts, first, bad = [], Counter[str](), list[Defect](), 0
+    with IndexedWriter(folder / "documents", best_dtype(tokenizer.vocab_size)) as writer:
+        for file, path in enumerate(paths):
+            for number, row in readers.rows(path):
                 try:
-                    parts = encode_line(row, tokenizer, special, counts)
+                    parts = encode_row(row, tokenizer, special, counts)
                 except UnusableTemplate:  # no row's fault
                     raise
                 except ValueError as error:
-                    count += 1
-                    defects += [(number, line, short(error, WHY))][: SHOWN - len(defects)]
+                    bad += 1
+                    first += [(file, number, short(error, WHY))][: SHOWN - len(first)]
                 else:
                     writer.add_document([np.array(part, np.int64) for part in parts])
-                    lines.append((number, line))
-                bar.update(len(row) if isinstance(row, bytes) else 0)
-            bar.update(sum(sizes[: number + 1]) - bar.n)
-        if tokenizer.chat is not None:
-            tokenizer.chat.close()
-        if count and not (skip_bad and lines):
-            raise ValueError(f"{_listed(paths, defects, count)}; data.bad_lines=skip leaves such lines out")
-    if not lines:
-        raise ValueError(f"data.paths: there is no line in {', '.join(paths)}; give prompt and completion, or messages")
-    save_arrays(folder, lines=np.array(lines), counts=np.array([counts["templated"], counts["special"]]))
-    if skip_bad:
-        write_json(folder / SKIPPED, [count, defects])
-
-
-def _listed(paths: list[str], defects: Iterable[Defect], count: int) -> str:
-    """Name the first of `count` defective lines."""
-    words, before = list[str](), None
-    for number, line, why in defects:
-        where = "" if number == before else f"{paths[number]}: "
-        words.append(f"{where}{row_name(paths[number])} {line} {why}")
-        before = number
-    return "; ".join(words) + (f"; and {count - len(words):,} more" if count > len(words) else "")
+                    rows.append((file, number))
+    if tokenizer.chat is not None:
+        tokenizer.chat.close()
+    save_arrays(folder, rows=np.array(rows), counts=np.array([counts["templated"], counts["special"]]))
+    write_json(folder / BAD, [bad, first])

@@ -9,14 +9,12 @@ by its content, so a dataset can record which one made it, wherever the files ar
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import sentencepiece
 
 from minitron.data.cache import Cache, fingerprint_of
-
-Spans = list[tuple[int, int]]  # of a text: first character, and the one after the last
 
 
 class UnusableTemplate(ValueError):
@@ -24,11 +22,14 @@ class UnusableTemplate(ValueError):
 
 
 class Chat(Protocol):
-    """A tokenizer's chat template: minitron/interop/chat_template.py. fingerprint: 16 hex digits."""
+    """A tokenizer's chat template: minitron/interop/chat.py. fingerprint: 16 hex digits.
+
+    encode: a chat to context and answer in turn; special: a special token in a text is one.
+    """
 
     fingerprint: str
 
-    def encode(self, chat: Mapping[str, Any]) -> tuple[str, Spans, list[int], Spans]: ...
+    def encode(self, chat: Mapping[str, Any], special: bool = False) -> list[list[int]]: ...
 
     def close(self) -> None: ...
 
@@ -52,8 +53,20 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
-# Opens data.tokenizer by its spec; the cache keeps what had to be tried.
-LoadTokenizer = Callable[[str, Cache], Tokenizer]
+def refuse(what: str, *_: object) -> Any:
+    """Refuse to read a file of another project. For callers whose data need none."""
+    raise ValueError(f"{what} cannot be opened here; use a data.source that needs no files of other projects")
+
+
+class Readers(NamedTuple):
+    """How commands read files of other projects: by minitron/interop, which this code does not import.
+
+    tokenizer: opens data.tokenizer by its spec; the cache keeps what had to be tried.
+    rows: yields the number of each row of a file for sft, and the row, or the ValueError with what is wrong with it.
+    """
+
+    tokenizer: Callable[[str, Cache], Tokenizer] = refuse
+    rows: Callable[[str], Iterator[tuple[int, Any]]] = refuse
 
 
 class ByteTokenizer:

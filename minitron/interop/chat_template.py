@@ -14,7 +14,8 @@ answer is the difference of two texts:
 
 Both must be beginnings of the whole. A template that leaves out tools, or what a role says, is refused, too.
 
-strftime_now is the time at which the data is tokenized, as in transformers.  Left out: images and other media.
+strftime_now is always the time DATE, so that a cache of tokens is the same on each day; a template that reads a
+variable for it takes that of `chat_template_kwargs`.  Left out: images and other media.
 """
 
 import hashlib
@@ -36,6 +37,7 @@ from minitron.data.tokenizers import UnusableTemplate
 
 SECONDS, MEMORY_BYTES, CHARACTERS = 10.0, 1 << 30, 32 << 20
 TEMPLATE_BYTES, TRIALS = 1 << 20, 3
+DATE = datetime(2024, 7, 26)  # what templates of Llama 3.2 write where there is no clock
 REASONING = "reasoning_content", "thinking", "reasoning"  # names of one thing; templates read the first two
 BEGIN, END = "\ufdd1", "\ufdd2"  # of a generation block
 CHILD = """import json, sys
@@ -70,7 +72,7 @@ class ChatTemplate:
     def encode(self, chat):
         """Return the text of a chat, the assistant's spans in it, its ids and their places in the text.
 
-        chat: as encode_templated in minitron/data/chat.py has it.
+        chat: as Chats.encode in chat.py has it.
         Raises ValueError for a chat that the template refuses, and for a template that exceeds its limits.
         """
         process = self._process = self._process or self._start()
@@ -212,5 +214,5 @@ def _sandbox() -> Callable[[str], object]:
 
     environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols])
     environment.filters["tojson"] = to_json
-    environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    environment.globals |= {"raise_exception": refuse, "strftime_now": DATE.strftime}
     return environment.from_string

@@ -18,7 +18,7 @@ The first four kinds read the published files with tiktoken and sentencepiece. `
 Face's own library, the extra `data`, so its ids are those of transformers (but for special tokens: text, as above). A
 damaged or hostile tokenizer.json can abort that library, or let it take all memory: another process tries it first.
 
-Left out: downloads, a beginning-of-text token in pretraining data; chats (data/chat.py, chat_template.py).
+Left out: downloads, a beginning-of-text token in pretraining data; chats (chat.py, chat_template.py).
 """
 
 import base64
@@ -42,6 +42,7 @@ from minitron.config.files import errors_as, parse_json, read_bytes
 from minitron.config.installed import pip_install
 from minitron.data.cache import Cache
 from minitron.data.tokenizers import ByteTokenizer, SentencePieceTokenizer, Tokenizer
+from minitron.interop.chat import Chats
 from minitron.interop.chat_template import ChatTemplate, find_templates
 
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -134,7 +135,7 @@ class HfTokenizer:
         self.bos = self._library.token_to_id(begin) if begin is not None else None
         if self.bos is None and first and first[0] in added and first[0] != self.eod:
             self.bos = first[0]
-        self.chat = ChatTemplate(*chats, self._encoded, os.path.dirname(name)) if chats[0] else None
+        self.chat = Chats(ChatTemplate(*chats, self._encoded, os.path.dirname(name)), self) if chats[0] else None
         table = {key: content.get(key) for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
         self.fingerprint = hashlib.sha256(json.dumps([table, self.eod], sort_keys=True).encode()).hexdigest()[:16]
 

@@ -71,6 +71,7 @@ class Log(AbstractContextManager):
         self.peak = None if cfg.precision.dtype == "fp32" else flops.peak_tflops(device_name, fp8)
         self._since_line: list[Iteration] = []
         self._recent: deque[Iteration] = deque(maxlen=RECENT)
+        self.last_step: int | None = None
         self._skipped_total = self._nan_total = self._steps = 0
         self._seconds, self._val_loss, self._begun = 0.0, None, datetime.now()
         self._rank_log: File | None = None
@@ -88,10 +89,6 @@ class Log(AbstractContextManager):
                 with self._opening(name):
                     self._sinks.append(make(cfg))
 
-    @property
-    def last_step(self) -> int | None:
-        return self._recent[-1].step if self._recent else None
-
     def follow(self, cfg: Config) -> None:
         """Continue with the configuration of the run, once its number of steps is known."""
         self.cfg = cfg
@@ -105,6 +102,7 @@ class Log(AbstractContextManager):
         self._steps, self._seconds = self._steps + 1, self._seconds + it.seconds
         self._since_line.append(it)
         self._recent.append(it)
+        self.last_step = it.step
         self._record_step(it)
         if it.step % self.cfg.log.every == 0 or it.step == self.cfg.train.steps:
             self.info(self._format(self._line()), self.world - 1)

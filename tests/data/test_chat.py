@@ -10,16 +10,19 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from minitron.data import sft
 from minitron.data.cache import Cache
-from minitron.data.chat import MARK
-from minitron.data.sft import SFTDataset, TokenizedFiles, encode_line, encode_question
+from minitron.data.sft import SFTDataset, TokenizedFiles, encode_row
 from minitron.data.tokenizers import UnusableTemplate
 from minitron.interop import chat_template
+from minitron.interop.chat import MARK
 from minitron.interop.tokenizers import HfTokenizer, load_tokenizer
+from minitron.pretrain import READERS
+from tools.generate import encode_question
 
 library = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
@@ -67,6 +70,13 @@ CHATS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    """Transformers' clock, as ours, stands still: a text has the same tokens on each day."""
+    clock = mock.Mock(now=lambda: chat_template.DATE)
+    monkeypatch.setattr(transformers.utils.chat_template_utils, "datetime", clock)
+
+
 @pytest.fixture(scope="module")
 def bpe():
     """The text of a tokenizer.json: a byte-level BPE with some merges, without special tokens."""
@@ -110,7 +120,7 @@ class Here(chat_template.ChatTemplate):
 
 def encode(tokenizer, messages, tools=None, special=False, **more):
     row = {"messages": messages} | ({"tools": tools} if tools else {}) | more
-    return encode_line(json.dumps(row).encode(), tokenizer, special, Counter())
+    return encode_row(row, tokenizer, special, Counter())
 
 
 def ids_and_mask(parts):
@@ -146,7 +156,7 @@ def test_ids_and_masks_are_those_of_transformers_and_trl(bpe, family):
     for template, blocks in (source, False), (with_blocks, True):
         theirs.chat_template = template
         ours, calls_tools = ours_of(theirs), utils.supports_tool_calling(theirs)
-        ours.chat.__class__ = Here
+        ours.chat.template.__class__ = Here
         for name, (messages, tools) in CHATS.items():
             expected = None
             try:
@@ -176,9 +186,8 @@ def test_ids_and_masks_are_those_of_transformers_and_trl(bpe, family):
 def test_a_template_of_tools_reasoning_and_variables_as_transformers_has_them(bpe):
     """What transformers does before it renders: named templates, fields that are null, names of reasoning."""
     source = "{{ add_generation_prompt }}{% for m in messages %}{{ m | tojson }}{% generation %}{{ m.content }}"
-    source += (
-        "{{ m.thinking }}{% endgeneration %}{% endfor %}{{ more }}{{ tools }}{{ strftime_now('%Y') }}{{ bos_token }}"
-    )
+    source += "{{ m.thinking }}{% endgeneration %}{% endfor %}{{ more }}{{ tools }}{{ bos_token }}"
+    source += "{{ strftime_now('%d %b %Y, %H:%M') }}"
     theirs = of_transformers(bpe, {"default": source, "tool_use": f"with tools {source}"})
     ours = ours_of(theirs)
     messages = [
@@ -270,7 +279,7 @@ def test_a_template_that_does_harm_is_one_line(bpe, monkeypatch, what):
     if what not in ("no template", "an unknown tag"):  # the next chat is rendered, by this process or another
         assert ids_and_mask(encode(ours, said("a", "b")))[1][-1]
     ours.chat.close()
-    assert ours.chat._process is None
+    assert ours.chat.template._process is None
 
 
 def test_a_template_that_never_ends_stops_a_file_of_many_lines(bpe, monkeypatch):
@@ -289,7 +298,7 @@ def test_a_template_that_never_ends_is_no_bad_line(bpe, monkeypatch, tmp_path):
     ours, path = ours_of(of_transformers(bpe, HOSTILE["never ends"])), tmp_path / "chats.jsonl"
     path.write_text((json.dumps({"messages": said("a", "b")}) + "\n") * 5)
     with pytest.raises(UnusableTemplate, match="the chat template of here"):
-        sft._tokenize(tmp_path, [str(path)], ours, special=False, skip_bad=True)
+        sft._tokenize(tmp_path, [str(path)], ours, READERS, special=False)
 
 
 def test_without_jinja2_the_error_says_what_to_install(bpe, monkeypatch):
@@ -316,7 +325,7 @@ def test_a_bad_line_is_named(bpe):
     ours = ours_of(of_transformers(bpe, CHATML))
     for what, (row, message) in BAD.items():
         with pytest.raises(ValueError, match=message) as error:
-            encode_line(json.dumps(row).encode(), ours, False, Counter())
+            encode_row(row, ours, False, Counter())
         assert "\n" not in str(error.value), what
     ours.chat.close()
 
@@ -344,14 +353,14 @@ def test_special_tokens_of_a_prompt_are_text_unless_they_are_asked_for(bpe, tmp_
         json.dumps(row) + "\n" + json.dumps({"prompt": "a", "completion": "b"})
     )
     cache = Cache(tmp_path / "cache")
-    as_text, as_tokens = (TokenizedFiles([path], ours, cache, special=special) for special in (False, True))
+    as_text, as_tokens = (TokenizedFiles([path], ours, cache, READERS, special=special) for special in (False, True))
     whole = row["prompt"] + row["completion"]
     assert theirs.decode(as_text.get(0, 99)[0]) == theirs.decode(as_tokens.get(0, 99)[0]) == whole + "<|eos|>"
     expected = [*theirs(row["prompt"]).input_ids, *theirs(row["completion"]).input_ids, theirs.eos_token_id]
     assert as_tokens.get(0, 99)[0].tolist() == expected != as_text.get(0, 99)[0].tolist()
     assert as_text.fingerprint != as_tokens.fingerprint
     assert as_text.with_special == as_tokens.with_special == 1
-    notes = [SFTDataset(documents, range(2), 1, 99, 1).note for documents in (as_text, as_tokens)]
+    notes = [SFTDataset(documents, range(2), 99, 1).note for documents in (as_text, as_tokens)]
     assert ["special_tokens_in_text" in note for note in notes] == [True, False]
 
 
@@ -363,11 +372,11 @@ def test_what_a_template_did_not_make_keeps_its_name(bpe, tmp_path):
     prompts.write_text(json.dumps({"prompt": "a", "completion": "b"}))
     chats.write_text(json.dumps({"messages": said("a", "b")}))
     first, second = ours_of(theirs), ours_of(theirs, CHATML.replace("\n", " "))
-    prints = [TokenizedFiles([prompts], tokenizer, cache).fingerprint for tokenizer in (plain, first, second)]
+    prints = [TokenizedFiles([prompts], tokenizer, cache, READERS).fingerprint for tokenizer in (plain, first, second)]
     assert len({*prints}) == 1
-    prints = [TokenizedFiles([chats], tokenizer, cache).fingerprint for tokenizer in (first, second, first)]
+    prints = [TokenizedFiles([chats], tokenizer, cache, READERS).fingerprint for tokenizer in (first, second, first)]
     assert prints[0] == prints[2] != prints[1]
-    assert first.chat._process is None, "the process ends with the files"
+    assert first.chat.template._process is None, "the process ends with the files"
 
 
 def test_llama_3s_tokens_without_a_post_processor(bpe):
@@ -396,6 +405,6 @@ def test_a_preview_marks_what_is_trained(bpe, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "<|im_start|>assistant\n⟦wörld<|im_end|>\n⟧" in done.stdout and "special" in done.stdout
     done = preview()
-    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "line 1" in done.stderr
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "row 1" in done.stderr
     path.write_text(json.dumps([{"instruction": "a", "output": "b"}, {"messages": said("a", "wörld")}]))
     assert "⟦wörld<|im_end|>\n⟧" in preview("--line", "2").stdout

@@ -14,7 +14,7 @@ from minitron.data.build import build_datasets
 from minitron.data.cache import Cache
 from minitron.data.gpt import GPTDataset
 from minitron.data.indexed import IndexedDataset, IndexedWriter
-from minitron.pretrain import load_tokenizer
+from minitron.pretrain import READERS
 
 
 def plain_order(shares, num_samples):
@@ -96,7 +96,7 @@ def test_a_blend_draws_the_samples_of_parts_of_megatrons_size(tmp_path):
     paths = ("1", prefixes[0], "2", prefixes[1])
     data = DataConfig(source="indexed", paths=paths, split="1", tokenizer="bytes", cache_dir=str(tmp_path / "run"))
     run = dict(vocab_size=300, seq_len=4, seed=1, train_samples=10, valid_samples=0)
-    mixed = build_datasets(data, load_tokenizer=load_tokenizer, **run).train
+    mixed = build_datasets(data, readers=READERS, **run).train
 
     def drawn(sizes):
         parts = [

@@ -15,7 +15,7 @@ from minitron.data.gpt import GPTDataset
 from minitron.data.indexed import DataError, IndexedDataset, IndexedWriter
 from minitron.data.mock import MockDataset
 from minitron.data.tokenizers import ByteTokenizer
-from minitron.pretrain import load_tokenizer
+from minitron.pretrain import READERS
 
 BYTES = {"tokenizer": "bytes", "fingerprint": ByteTokenizer.fingerprint, "vocab_size": ByteTokenizer.vocab_size}
 
@@ -39,7 +39,7 @@ def build(tmp_path, **changes):
     run = dict(vocab_size=300, seq_len=8, seed=3, train_samples=100, valid_samples=10)
     data |= {key: value for key, value in changes.items() if key in data}
     run |= {key: changes[key] for key in changes.keys() - data.keys()}
-    return build_datasets(DataConfig(**data), load_tokenizer=load_tokenizer, **run)
+    return build_datasets(DataConfig(**data), readers=READERS, **run)
 
 
 def tokens_of(dataset, count):

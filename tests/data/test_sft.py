@@ -24,7 +24,7 @@ from minitron.data.tokenizers import ByteTokenizer
 from minitron.interop.tokenizers import LLAMA3_SPLIT, load_tokenizer
 from minitron.model.gpt import whole_model
 from minitron.model.init import initialise
-from minitron.pretrain import load_tokenizer as load_tokenizer_of_run
+from minitron.pretrain import READERS
 from minitron.testing import assert_close_rel
 from minitron.train import build
 from test_pretrain import pretrain, records
@@ -57,7 +57,7 @@ def datasets(folder, paths, seq_len=S, tokenizer="bytes", valid=0, vocab_size=30
         **data,
     )
     run = dict(seq_len=seq_len, seed=seed, train_samples=10, valid_samples=valid)
-    return build_datasets(data, vocab_size=vocab_size, load_tokenizer=load_tokenizer_of_run, **run)
+    return build_datasets(data, vocab_size=vocab_size, readers=READERS, **run)
 
 
 def unpacked(dataset, samples):
@@ -80,7 +80,7 @@ def unpacked(dataset, samples):
 
 def test_prompt_and_completion_are_told_apart_and_end_with_a_document(tmp_path):
     lines = [{"prompt": "Q: é?", "completion": " yes", "id": 7}, {"prompt": "", "completion": "no"}]
-    documents = TokenizedFiles([write(tmp_path, [lines[0], "", lines[1]])], ByteTokenizer(), Cache(tmp_path))
+    documents = TokenizedFiles([write(tmp_path, [lines[0], "", lines[1]])], ByteTokenizer(), Cache(tmp_path), READERS)
     assert len(documents) == 2
     for i, line in enumerate(lines):
         tokens, answers = documents.get(i, 1000)
@@ -124,7 +124,7 @@ def test_a_chat_is_llama3s_template(tmp_path, llama3_file):  # noqa: F811
             ids += plain.encode("<|eot_id|>", disallowed_special=()) + plain.encode(piece, allowed_special="all")
         expected += ids
         answers += [which % 2 == 1] * len(ids)
-    documents = TokenizedFiles([write(tmp_path, [{"messages": CHAT}])], tokenizer, Cache(tmp_path))
+    documents = TokenizedFiles([write(tmp_path, [{"messages": CHAT}])], tokenizer, Cache(tmp_path), READERS)
     tokens, learned = documents.get(0, 1000)
     assert tokens.tolist() == expected and learned.tolist() == answers
     assert tokenizer.decode(tokens[learned].tolist()) == "Hello!\n\n1234<|eot_id|>it's\tthe<|eot_id|>"
@@ -132,17 +132,21 @@ def test_a_chat_is_llama3s_template(tmp_path, llama3_file):  # noqa: F811
 
 def test_llamas_prompts_begin_with_their_token(tmp_path, llama3_file):  # noqa: F811
     tokenizer = load_tokenizer(f"llama3:{llama3_file}")
-    documents = TokenizedFiles([write(tmp_path, [{"prompt": "the", "completion": " end"}])], tokenizer, Cache(tmp_path))
+    documents = TokenizedFiles(
+        [write(tmp_path, [{"prompt": "the", "completion": " end"}])], tokenizer, Cache(tmp_path), READERS
+    )
     assert tokenizer.decode(documents.get(0, 99)[0].tolist()) == "<|begin_of_text|>the end<|end_of_text|>"
 
 
 def test_tokens_are_made_once_and_found_by_content(tmp_path):
     path = write(tmp_path, rows(5))
-    first = TokenizedFiles([path], ByteTokenizer(), Cache(tmp_path / "cache"))
-    moved = TokenizedFiles([write(tmp_path, rows(5), "moved.jsonl")], ByteTokenizer(), Cache(tmp_path / "cache"))
+    first = TokenizedFiles([path], ByteTokenizer(), Cache(tmp_path / "cache"), READERS)
+    moved = TokenizedFiles(
+        [write(tmp_path, rows(5), "moved.jsonl")], ByteTokenizer(), Cache(tmp_path / "cache"), READERS
+    )
     assert moved.fingerprint == first.fingerprint
     assert (
-        TokenizedFiles([write(tmp_path, rows(6))], ByteTokenizer(), Cache(tmp_path / "cache")).fingerprint
+        TokenizedFiles([write(tmp_path, rows(6))], ByteTokenizer(), Cache(tmp_path / "cache"), READERS).fingerprint
         != first.fingerprint
     )
     assert len([folder for folder in (tmp_path / "cache").iterdir() if folder.is_dir()]) == 2
@@ -151,7 +155,7 @@ def test_tokens_are_made_once_and_found_by_content(tmp_path):
 def test_two_tokenizers_read_one_file_each_by_its_own_tokens(tmp_path, llama3_file):  # noqa: F811
     path, cache = write(tmp_path, [{"prompt": "the", "completion": " end"}]), Cache(tmp_path / "cache")
     for tokenizer in ByteTokenizer(), load_tokenizer(f"llama3:{llama3_file}"), ByteTokenizer():
-        tokens, answers = TokenizedFiles([path], tokenizer, cache).get(0, 99)
+        tokens, answers = TokenizedFiles([path], tokenizer, cache, READERS).get(0, 99)
         assert tokens[answers].tolist() == [*tokenizer.encode(" end"), tokenizer.eod]
 
 
@@ -236,7 +240,7 @@ def test_a_damaged_cache_names_the_folder_to_delete(tmp_path):
     path = write(tmp_path, rows(5))
     datasets(tmp_path, [path])
     [folder] = (folder for folder in (tmp_path / "cache").glob("sft-*") if folder.is_dir())
-    for name in ("documents.bin", "documents.idx", "lines.npy"):
+    for name in ("documents.bin", "documents.idx", "rows.npy", "bad.json"):
         content = (folder / name).read_bytes()
         (folder / name).write_bytes(content[:-9])
         with pytest.raises(ValueError, match=rf"^{folder}: this folder of data.cache_dir is damaged .*; delete it"):
@@ -336,7 +340,7 @@ def turns(*roles, content="x"):
         ({"prompt": "a", "completion": "\ud800"}, "has an escape of half a character"),
         ({"prompt": "\udfff", "completion": "a"}, "has an escape of half a character"),
         (turns("user", "assistant", content="\ud83d"), "has an escape of half a character"),
-        ({"prompt": "a", "completion": " \n"}, "has an empty completion; fill it in, or drop the line"),
+        ({"prompt": "a", "completion": " \n"}, "has an empty completion; fill it in, or drop the row"),
         ({"messages": []}, "has messages that are no list of objects with the texts role and content"),
         ({"messages": {"role": "user"}}, "has messages that are no list"),
         ({"messages": [{"role": "user"}]}, "has messages that are no list"),
@@ -358,14 +362,14 @@ def turns(*roles, content="x"):
 )
 def test_a_bad_line_is_named_by_file_and_number(tmp_path, bad, message):
     good, path = write(tmp_path, [GOOD], "good.jsonl"), write(tmp_path, [GOOD, "", bad, GOOD])
-    with pytest.raises(ValueError, match=rf"^{re.escape(path)}: line 3 .*{message}") as caught:
+    with pytest.raises(ValueError, match=rf"^{re.escape(path)}: row 3 .*{message}") as caught:
         datasets(tmp_path, [good, path], split="1")
     assert "\n" not in str(caught.value)
     assert not list((tmp_path / "cache").glob("*.partial"))
 
 
 def test_files_without_lines_or_at_all(tmp_path):
-    with pytest.raises(ValueError, match=r"^data.paths: there is no line in .*empty.jsonl; give prompt and completion"):
+    with pytest.raises(ValueError, match=r"^data.paths: there is no row in .*empty.jsonl; give prompt and completion"):
         datasets(tmp_path, [write(tmp_path, ["", "  "], "empty.jsonl")])
     for path in (tmp_path / "missing.jsonl", tmp_path):
         with pytest.raises(ValueError, match=rf"^data.paths: {path} cannot be read \(.*\); name"):

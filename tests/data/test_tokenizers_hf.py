@@ -157,7 +157,7 @@ def test_a_vocabulary_with_a_gap_is_as_large_as_its_last_id(tmp_path):
         tokenizer=f"hf:{tmp_path}",
         cache_dir=str(tmp_path),
     )
-    run = dict(seq_len=4, seed=1, train_samples=1, valid_samples=0, load_tokenizer=pretrain.load_tokenizer)
+    run = dict(seq_len=4, seed=1, train_samples=1, valid_samples=0, readers=pretrain.READERS)
     opened = lambda size: build_datasets(data, vocab_size=size, **run)
     assert opened(10).train[0].tokens.tolist() == [0, 1, 9, 9, 9]
     with pytest.raises(ValueError, match="model.vocab_size=9"):

@@ -7,8 +7,8 @@ import sys
 import pytest
 import zstandard
 
-from minitron.data import rows as tables
 from minitron.data.indexed import IndexedDataset
+from minitron.interop import rows as tables
 from tools import preprocess_data, rows
 
 pyarrow = pytest.importorskip("pyarrow")

@@ -1,0 +1,142 @@
+"""Rows of fine-tuning data: the files that hold them, and the keys that people give them.
+
+    chats.jsonl                  an object a line
+    alpaca.json                  one list of objects: its first byte is [
+    chats.parquet, chats.arrow   a table, read some rows at a time; nulls are left out. Needs the extra `data`
+
+    {"instruction": "Add.", "input": "1 2", "output": "3"}                            Alpaca
+    {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", ...}]}       ShareGPT
+
+Every file becomes lines of JSON, each a row. Those of Alpaca and ShareGPT get messages, with the text of a key `system`
+as the first one. Any other row stays as it is: data/sft.py encodes messages, and prompt and completion.
+
+Left out: Alpaca's `history`.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tqdm import tqdm
+
+from minitron.config.files import errors_as, lines_of, parse_json, read_bytes, size_of
+from minitron.config.installed import pip_install
+
+LIST_BYTES = 1 << 30  # of a JSON list, which is read as a whole
+ROWS = 128  # of a table, read at a time
+ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant"}
+
+
+def read_rows(path: str) -> Iterator[tuple[int, Any]]:
+    """Yield the number of each row, from 1, and the row, or in its place the ValueError with what is wrong with it.
+
+    An empty line counts, but is no row. Raises OSError, and ValueError for a file that cannot be read as a whole.
+    """
+    # On a terminal alone, and only if it takes longer than a second.
+    with tqdm(total=size_of(path), unit="B", unit_scale=True, desc=f"reading {path}", disable=None, delay=1) as bar:
+        for number, line in enumerate(_lines(path), 1):
+            bar.update(min(len(line), bar.total - bar.n))  # a table is smaller than its rows
+            if line.strip():
+                yield number, _parsed(line)
+
+
+def _lines(path: str) -> Iterator[bytes]:
+    """Yield each row of a file as a line of JSON."""
+    if kind := table_kind(path):
+        for rows in read_table(path, kind, lambda schema: schema.names):
+            yield from (json.dumps(without_nulls(row), default=str).encode() for row in rows)
+        return
+    with open(path, "rb") as file:
+        if file.peek(1)[:1] != b"[":
+            yield from lines_of(file, path)
+            return
+    with errors_as(ValueError, lambda error: f"{path} is no list of JSON ({error}); correct it", ValueError):
+        rows = parse_json(read_bytes(path, LIST_BYTES))
+    yield from (json.dumps(row).encode() for row in rows)
+
+
+def _parsed(line: bytes) -> Any:
+    """Return the row that a line holds, or the ValueError with what is wrong, and the fix."""
+    try:
+        row = parse_json(line.rstrip())
+        if b"\\ud" in line.lower():  # tokenizers raise, or replace it silently
+            json.dumps(row, ensure_ascii=False).encode()
+        return to_messages(row)
+    except json.JSONDecodeError as error:
+        return ValueError(f"is not JSON ({error.msg} at character {error.pos + 1}); correct it")
+    except UnicodeEncodeError:
+        why = "has an escape of half a character, \\ud800 to \\udfff; write the character as UTF-8, or as two escapes"
+        return ValueError(why)
+    except ValueError as error:  # nested too deeply, or not UTF-8
+        return ValueError(f"is not JSON ({error}); correct it")
+    except TypeError:
+        return ValueError("has an instruction, input, output or conversations that are no text or list; correct them")
+
+
+def to_messages(row: Any) -> Any:
+    """Add messages to a row of Alpaca or ShareGPT. Raises TypeError for a value that is no text or list."""
+    if not isinstance(row, dict) or {"prompt", "completion", "messages"} & row.keys():
+        return row
+    if "conversations" in row:
+        turns = [_message(turn) for turn in row["conversations"]]
+    elif {"instruction", "output"} <= row.keys():
+        asked = "\n\n".join(text for text in (row["instruction"], row.get("input") or "") if text != "")
+        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": row["output"] + ""}]
+    else:
+        return row
+    system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+    return row | {"messages": system + turns}
+
+
+def _message(turn: Any) -> Any:
+    if not (isinstance(turn, dict) and "from" in turn):
+        return turn
+    return {"role": ROLES.get(turn["from"], turn["from"]), "content": turn.get("value")}
+
+
+def without_nulls(value: Any) -> Any:
+    """Leave out the keys that are null: a column has every key of every row."""
+    if isinstance(value, dict):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+# ---- tables ---------------------------------------------------------------------------------------------------------
+
+
+def table_kind(path: str) -> str | None:
+    """Return "parquet", "arrow", or None for another file. Raises OSError."""
+    if path.endswith((".parquet", ".arrow")):
+        return path.rsplit(".", 1)[1]
+    with open(path, "rb") as file:
+        return "parquet" if file.read(4) == b"PAR1" else None
+
+
+def read_table(path: str, kind: str, choose: Callable[[Any], list[str]]) -> Iterator[list[dict[str, Any]]]:
+    """Yield some rows at a time, of the columns that `choose` names for a schema. Raises ValueError."""
+    try:
+        import pyarrow
+        from pyarrow import ipc, parquet
+    except ImportError as error:
+        why = "needs the package pyarrow, which is not installed"
+        raise ValueError(f"{path} {why}; {pip_install('data')}") from error
+    done = 0
+    try:
+        if kind == "parquet":
+            table = parquet.ParquetFile(path)
+            # Without threads: in them a failed allocation may end the process.
+            parts = table.iter_batches(ROWS, columns=choose(table.schema_arrow), use_threads=False)
+        else:
+            table = ipc.open_stream(pyarrow.memory_map(path))
+            names = choose(table.schema)
+            parts = (whole.select(names).slice(row, ROWS) for whole in table for row in range(0, whole.num_rows, ROWS))
+        for part in parts:
+            part.validate(full=True)  # it may not be what the file says
+            yield part.to_pylist()
+            done += part.num_rows
+    except MemoryError as error:
+        why = f"{ROWS} rows after row {done} take more memory than this process may have"
+        raise ValueError(f"{path}: {why}; split the texts, or leave the file out") from error
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        why = f"cannot be read after row {done} ({' '.join(str(error).split())})"
+        raise ValueError(f"{path}: {why}; the file is damaged: copy it again") from error
