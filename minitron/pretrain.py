@@ -87,7 +87,9 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
             options, argv = dryrun.split(argv)
         if (evaluates := "--evaluate" in argv) and options is not None:
             raise ValueError("--evaluate does not go with --dry-run, which reads no weights; drop one of them")
-        cfg = cli.configure(description, [arg for arg in argv if arg != "--evaluate"], load)
+        from minitron.interop import base  # finetune.base brings sizes of the model and its tokenizer
+
+        cfg = cli.configure(description, [arg for arg in argv if arg != "--evaluate"], base.load)
         if finetune != (cfg.finetune.kind is not None):
             raise ValueError(
                 f"finetune.kind={cfg.finetune.kind or 'null'} is for python -m minitron."
@@ -283,13 +285,6 @@ def open_data(cfg: Config, start: ResumePoint, mesh: Mesh, first_on_node: bool) 
     for turn in (True, False):
         mesh.agreement.decide(partial(open_in_turn, turn), lambda _: None, errors=(ValueError,))
     return opened[0]
-
-
-def load(argv: list[str]) -> Config:
-    """Read files and overrides. finetune.base brings the sizes of the model and its tokenizer."""
-    from minitron.interop import base
-
-    return base.load(argv)
 
 
 def open_weights(path: str, vocab_multiple: int, key: str) -> Weights:

@@ -22,8 +22,7 @@ from minitron.data.blend import BlendedDataset
 from minitron.data.build import _open
 from minitron.data.cache import Cache
 from minitron.data.indexed import IndexedDataset, IndexedWriter
-from minitron.data.tokenizers import ByteTokenizer
-from minitron.interop.tokenizers import load_tokenizer
+from minitron.interop.tokenizers import ByteTokenizer, load_tokenizer
 from minitron.planner.dryrun.kernels import cached_by_shape
 from minitron.pretrain import READERS
 from minitron.runtime import environment

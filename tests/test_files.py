@@ -5,7 +5,7 @@ import os
 import pytest
 
 from minitron.config import files
-from minitron.config.command import limited_memory
+from minitron.interop.limits import limited_memory
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import zstandard
 
-from minitron.config.command import limited_memory
 from minitron.config.files import RECORD_BYTES, errors_as, lines_of, read_json
+from minitron.interop.limits import limited_memory
 from minitron.interop.rows import read_table, table_kind
 
 BATCH_BYTES = 1 << 20

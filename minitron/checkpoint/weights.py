@@ -72,11 +72,6 @@ def best_kind(reader: Weights, name: str) -> str:
     return next((kind for kind in ("master", "param") if kind in reader.kinds(name)), "")
 
 
-def read_float32(reader: Weights, name: str) -> Tensor:
-    """Read all of a tensor in float32."""
-    return reader.read(name, best_kind(reader, name), (0,) * len(reader.shape(name)), reader.shape(name)).float()
-
-
 def fingerprint(reader: Weights) -> str:
     """Hash the first row of every tensor to 16 hex digits.
 

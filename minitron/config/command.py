@@ -8,7 +8,6 @@ import contextlib
 import math
 import os
 import re
-import resource
 import shutil
 import signal
 import sys
@@ -79,28 +78,6 @@ def positive(kind: type[int] | type[float]) -> Callable[[str], Any]:
         raise argparse.ArgumentTypeError(f"{text} is no {name}")
 
     return convert
-
-
-@contextlib.contextmanager
-def limited_memory(more: int) -> Iterator[None]:
-    """Inside, an allocation raises MemoryError if this process would hold `more` bytes more than now.
-
-    For libraries that allocate as much as a file asks for. The limit holds for all threads. Without /proc (macOS) there
-    is none.
-    """
-    try:
-        with open("/proc/self/statm") as file:
-            now = int(file.read().split()[0]) * resource.getpagesize()
-    except OSError:
-        yield
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = now + more if soft == resource.RLIM_INFINITY else min(soft, now + more)
-    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def new_path(text: str) -> str:

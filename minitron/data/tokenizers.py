@@ -1,4 +1,4 @@
-"""Text to token ids and back: the interface of a tokenizer, and the two tokenizers that need no published file.
+"""Text to token ids and back: the interface of a tokenizer, and that of the corpus.
 
 Tokenizers of published models are in interop/tokenizers.py. A command opens one and passes it to data code.
 `encode` treats its input as plain text: "<|endoftext|>" in a document is thirteen characters, never the special token,
@@ -67,21 +67,6 @@ class Readers(NamedTuple):
 
     tokenizer: Callable[[str, Cache], Tokenizer] = refuse
     rows: Callable[[str], Iterator[tuple[int, Any]]] = refuse
-
-
-class ByteTokenizer:
-    """UTF-8 bytes as ids 0 to 255 and an end of document, 256, which decodes to nothing."""
-
-    vocab_size, eod, bos = 257, 256, None
-    special: Mapping[str, int] = {}
-    chat: Chat | None = None
-    fingerprint = fingerprint_of(b"bytes")
-
-    def encode(self, text: str, special: bool = False) -> list[int]:
-        return list(text.encode())
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return bytes(i for i in ids if i != self.eod).decode(errors="replace")
 
 
 class SentencePieceTokenizer:

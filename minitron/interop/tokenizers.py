@@ -40,8 +40,8 @@ import tiktoken
 
 from minitron.config.files import errors_as, parse_json, read_bytes
 from minitron.config.installed import pip_install
-from minitron.data.cache import Cache
-from minitron.data.tokenizers import ByteTokenizer, SentencePieceTokenizer, Tokenizer
+from minitron.data.cache import Cache, fingerprint_of
+from minitron.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from minitron.interop.chat import Chats
 from minitron.interop.chat_template import ChatTemplate, find_templates
 
@@ -81,6 +81,20 @@ def load_tokenizer(spec: str, key: str = "data.tokenizer", cache: Cache | None =
             fix = f"for its tokenizer.json write hf:{spec}"
         raise ValueError(f"{key}={spec!r} is none of bytes, gpt2:DIR, llama3:FILE, llama2:FILE, hf:DIR; {fix}")
     return loaders[kind](Path(os.path.expanduser(path)))
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as ids 0 to 255 and an end of document, 256, which decodes to nothing."""
+
+    vocab_size, eod, bos = 257, 256, None
+    special, chat = {}, None
+    fingerprint = fingerprint_of(b"bytes")
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(i for i in ids if i != self.eod).decode(errors="replace")
 
 
 class TiktokenTokenizer:

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from minitron.checkpoint.boxes import Box, covers
 from minitron.checkpoint.reader import MAX_COUNT, MAX_DIMS
-from minitron.config.command import limited_memory
 from minitron.config.files import errors_as, read_bytes, size_of
 from minitron.config.text import short
+from minitron.interop.limits import limited_memory
 
 METADATA_BYTES = 1 << 30
 MEMORY_BYTES, MEMORY_TIMES = 256 << 20, 64  # that a pickle may take, and for each of its bytes: objects take some 15

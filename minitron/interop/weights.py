@@ -20,7 +20,7 @@ from minitron.checkpoint.directory import newest
 from minitron.checkpoint.format import CheckpointError, disk_errors
 from minitron.checkpoint.load import check_tensors
 from minitron.checkpoint.reader import Reader
-from minitron.checkpoint.weights import Weights, base_of, best_kind, check_base, config_of, fingerprint, read_float32
+from minitron.checkpoint.weights import Weights, base_of, best_kind, check_base, config_of, fingerprint
 from minitron.config.schema import Config, ModelConfig
 from minitron.config.sizes import adapted, linear_sizes
 from minitron.interop import hf
@@ -69,6 +69,11 @@ def factors_of(cfg: Config) -> dict[str, list[int]]:
             found[f"blocks.{i}.{layer}.adapter.a"] = [len(spans) * rank, sizes[layer][0]]
             found |= {f"blocks.{i}.{layer}.adapter.b.{target}": [span.size, rank] for target, span in spans.items()}
     return found
+
+
+def read_float32(reader: Weights, name: str) -> Tensor:
+    """Read all of a tensor in float32."""
+    return reader.read(name, best_kind(reader, name), (0,) * len(reader.shape(name)), reader.shape(name)).float()
 
 
 class MergedAdapter:

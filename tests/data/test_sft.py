@@ -20,8 +20,7 @@ from minitron.data.corpus import build_docstrings, explained
 from minitron.data.gpt import Sample
 from minitron.data.loader import Loader
 from minitron.data.sft import TokenizedFiles, encode_chat
-from minitron.data.tokenizers import ByteTokenizer
-from minitron.interop.tokenizers import LLAMA3_SPLIT, load_tokenizer
+from minitron.interop.tokenizers import LLAMA3_SPLIT, ByteTokenizer, load_tokenizer
 from minitron.model.gpt import whole_model
 from minitron.model.init import initialise
 from minitron.pretrain import READERS

@@ -60,7 +60,7 @@ def _fine(found):
 
 
 def write_data(folder: Path, vocab_size: int = 257, fingerprint: str | None = None) -> None:
-    from minitron.data.tokenizers import ByteTokenizer
+    from minitron.interop.tokenizers import ByteTokenizer
 
     folder.mkdir(exist_ok=True)
     sidecar = {"tokenizer": "bytes", "fingerprint": fingerprint or ByteTokenizer.fingerprint, "vocab_size": vocab_size}

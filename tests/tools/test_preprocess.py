@@ -18,8 +18,7 @@ import zstandard
 
 from minitron.config import cli
 from minitron.data.indexed import IndexedDataset, IndexedWriter, read_sidecar
-from minitron.data.tokenizers import ByteTokenizer
-from minitron.interop.tokenizers import load_tokenizer
+from minitron.interop.tokenizers import ByteTokenizer, load_tokenizer
 from tools import check_data, preprocess_data, rows
 
 ROOT = Path(__file__).resolve().parents[2]
