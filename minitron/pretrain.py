@@ -12,11 +12,10 @@ import signal
 import sys
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 from minitron.runtime.environment import raise_file_limits, set_defaults
 from minitron.runtime.signals import Listener
@@ -36,12 +35,10 @@ from minitron.comm.collectives import all_reduce_
 from minitron.comm.mesh import Mesh
 from minitron.config import cli, rules
 from minitron.config.batch import consumed_of, trained_after, trained_of
-from minitron.config.schema import Config, changed
+from minitron.config.schema import MAX_STEPS, Config, changed
 from minitron.config.text import shown
 from minitron.data.build import Datasets, build_datasets
-from minitron.data.cache import Cache
 from minitron.data.evaluation import Evaluation, alone
-from minitron.data.tokenizers import Readers, Tokenizer
 from minitron.kernels import kernels
 from minitron.runtime import profiling
 from minitron.runtime.log import Log
@@ -52,8 +49,6 @@ from minitron.runtime.status import RunError, why_it_ended
 from minitron.runtime.stop import Stop
 from minitron.runtime.watch import watched
 from minitron.train import Trainer, build, train
-
-MAX_STEPS = 10**12
 
 
 def main(
@@ -303,28 +298,13 @@ def make_exporter(cfg: Config, log: Log) -> Exporter | None:
     return Exporter(cfg, log)
 
 
-def load_tokenizer(spec: str, cache: Cache) -> Tokenizer:
-    """Open the tokenizer of a published model."""
-    from minitron.interop import tokenizers
-
-    return tokenizers.load_tokenizer(spec, cache=cache)
-
-
-def read_rows(path: str) -> Iterator[tuple[int, Any]]:
-    """Read a file of fine-tuning data."""
-    from minitron.interop import rows
-
-    return rows.read_rows(path)
-
-
-READERS = Readers(load_tokenizer, read_rows)
-
-
 def build_data(cfg: Config, start: ResumePoint = ResumePoint(), first_on_node: bool = True) -> Datasets:
     """Open the data of the run. A resumed run keeps its order of samples, also with another number of steps.
 
     Safe on all ranks at once, and needs no process group. first_on_node: see build_datasets. Raises ValueError.
     """
+    from minitron.interop.rows import READERS
+
     t = cfg.train
     needed = consumed_after(cfg, start, t.steps)
     # The samples of train.epochs, in whole steps.

@@ -22,9 +22,9 @@ from minitron.data.blend import BlendedDataset
 from minitron.data.build import _open
 from minitron.data.cache import Cache
 from minitron.data.indexed import IndexedDataset, IndexedWriter
+from minitron.interop.rows import READERS
 from minitron.interop.tokenizers import ByteTokenizer, load_tokenizer
 from minitron.planner.dryrun.kernels import cached_by_shape
-from minitron.pretrain import READERS
 from minitron.runtime import environment
 from test_data_corpus import SOURCES, VOCAB, make_library
 

@@ -17,7 +17,6 @@ a restart with the same command resumes the newest of them.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -40,7 +39,7 @@ from minitron.checkpoint.weights import Weights, base_of, best_kind, check_base,
 from minitron.comm.activity import listed
 from minitron.comm.mesh import Mesh
 from minitron.config.files import errors_as
-from minitron.config.schema import Config
+from minitron.config.schema import MAX_STEPS, Config
 from minitron.kernels.param import params_of
 from minitron.runtime.log import Log
 
@@ -168,7 +167,7 @@ def _newest_checkpoint(cfg: Config, directory: Path) -> Reader | None:
         with errors_as(CheckpointError, damaged, CheckpointError):
             reader = _open_newest(directory, c.resume_step)
     step = 0 if reader is None else reader.iteration
-    last = cfg.train.steps if cfg.train.epochs is None else sys.maxsize  # known once the data are open
+    last = cfg.train.steps if cfg.train.epochs is None else MAX_STEPS  # known once the data are open
     if foreign := foreign_folder(directory, step, last):
         why = "is in the way of a save of this run: it holds files that no save wrote"
         raise CheckpointError(f"{foreign} {why}; move it away, or use another checkpoint.dir")

@@ -15,14 +15,13 @@ import functools
 import math
 import os
 import re
-import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import chain, pairwise
 from typing import Any
 
 from minitron.config.batch import batch_size, batch_stages, trained_after
-from minitron.config.schema import Config, ModelConfig, TrainConfig, keys
+from minitron.config.schema import MAX_STEPS, Config, ModelConfig, TrainConfig, keys
 from minitron.config.sizes import stage_layers
 from minitron.config.text import shown
 
@@ -229,7 +228,7 @@ def _check_optimizer(cfg: Config) -> None:
         if getattr(o, name) == "bf16" != dtype:
             why = f"does not go with precision.dtype={dtype}; drop it, or set precision.dtype=bf16"
             raise ValueError(f"optimizer.{name}=bf16 {why}")
-    steps = cfg.train.steps if cfg.train.epochs is None else sys.maxsize  # checked again when they are known
+    steps = cfg.train.steps if cfg.train.epochs is None else MAX_STEPS  # checked again when they are known
     if o.constant_steps >= steps:
         constant = f"optimizer.constant_steps={o.constant_steps}"
         raise ValueError(f"{constant} must be below train.steps={steps}; use at most {steps - 1}")

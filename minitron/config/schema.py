@@ -36,6 +36,7 @@ def key(default, meaning: str, within: str | None = None, needs: dict[str, tuple
     return field(default=default, metadata=metadata)
 
 
+MAX_STEPS = 10**12
 COUNT, NOT_NEGATIVE, POSITIVE, FRACTION = "[1, 1e12]", "[0, 1e12]", "(0, 1e12]", "[0, 1)"
 BF16 = {"precision.dtype": ("bf16",)}
 FP16 = {"precision.dtype": ("fp16",)}

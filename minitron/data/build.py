@@ -141,7 +141,7 @@ def _token_files(data: DataConfig, readers: Readers, cache: Cache, vocab_size: i
         info |= {key: corpus.meta[key] for key in ("python", "fingerprint", "unigram_entropy")}
     else:
         prefixes, weights = parse_paths(data.paths)
-        tokenizer = None if data.tokenizer == "corpus" else readers.tokenizer(data.tokenizer, cache)
+        tokenizer = None if data.tokenizer == "corpus" else readers.tokenizer(data.tokenizer, cache=cache)
     files = [_open(prefix, data.tokenizer, tokenizer, vocab_size, cache) for prefix in prefixes]
     info |= {"weights": weights, "data": [file.fingerprint for file in files]}
     info |= {"tokens": [file.num_tokens for file in files]}
@@ -161,7 +161,7 @@ def _sft(data: DataConfig, readers: Readers, cache: Cache, vocab_size: int, seq_
     """Tokenize and pack files of questions and answers."""
     own = data.tokenizer == "corpus"
     tokenizer: Tokenizer = (
-        build_corpus(cache, vocab_size).tokenizer if own else readers.tokenizer(data.tokenizer, cache)
+        build_corpus(cache, vocab_size).tokenizer if own else readers.tokenizer(data.tokenizer, cache=cache)
     )
     check_vocabulary(tokenizer.vocab_size, f"data.tokenizer={data.tokenizer}", vocab_size)
 

@@ -228,9 +228,8 @@ def encode_row(row: Any, tokenizer: Tokenizer, special: bool, counts: Counter[st
     counts["special"] += any(text in texts for text in tokenizer.special)
     if "messages" in keys:
         return _encode_messages(row, tokenizer, special, counts)
-    for key in sorted(keys):
-        if not isinstance(row[key], str):
-            raise ValueError(f"has a {key} that is no text; put it into quotes")
+    if no_texts := [key for key in sorted(keys) if not isinstance(row[key], str)]:
+        raise ValueError(f"has a {no_texts[0]} that is no text; put it into quotes")
     if not row["completion"].strip():
         raise ValueError("has an empty completion; fill it in, or drop the row")
     answer = [*tokenizer.encode(row["completion"], special), tokenizer.eod]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import sentencepiece
 
-from minitron.data.cache import Cache, fingerprint_of
+from minitron.data.cache import fingerprint_of
 
 
 class UnusableTemplate(ValueError):
@@ -53,7 +53,7 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
-def refuse(what: str, *_: object) -> Any:
+def refuse(what: str, **_: object) -> Any:
     """Refuse to read a file of another project. For callers whose data need none."""
     raise ValueError(f"{what} cannot be opened here; use a data.source that needs no files of other projects")
 
@@ -61,11 +61,11 @@ def refuse(what: str, *_: object) -> Any:
 class Readers(NamedTuple):
     """How commands read files of other projects: by minitron/interop, which this code does not import.
 
-    tokenizer: opens data.tokenizer by its spec; the cache keeps what had to be tried.
-    rows: yields the number of each row of a file for sft, and the row, or the ValueError with what is wrong with it.
+    tokenizer(spec, cache=...): opens data.tokenizer; the cache keeps what had to be tried.
+    rows(path): yields of a file for sft the number of each row, and the row, or a ValueError with what is wrong.
     """
 
-    tokenizer: Callable[[str, Cache], Tokenizer] = refuse
+    tokenizer: Callable[..., Tokenizer] = refuse
     rows: Callable[[str], Iterator[tuple[int, Any]]] = refuse
 
 

@@ -21,6 +21,8 @@ from tqdm import tqdm
 
 from minitron.config.files import errors_as, lines_of, parse_json, read_bytes, size_of
 from minitron.config.installed import pip_install
+from minitron.data.tokenizers import Readers
+from minitron.interop.tokenizers import load_tokenizer
 
 LIST_BYTES = 1 << 30  # of a JSON list, which is read as a whole
 ROWS = 128  # of a table, read at a time
@@ -38,6 +40,9 @@ def read_rows(path: str) -> Iterator[tuple[int, Any]]:
             bar.update(min(len(line), bar.total - bar.n))  # a table is smaller than its rows
             if line.strip():
                 yield number, _parsed(line)
+
+
+READERS = Readers(load_tokenizer, read_rows)
 
 
 def _lines(path: str) -> Iterator[bytes]:

@@ -20,8 +20,8 @@ from minitron.data.sft import SFTDataset, TokenizedFiles, encode_row
 from minitron.data.tokenizers import UnusableTemplate
 from minitron.interop import chat_template
 from minitron.interop.chat import MARK
+from minitron.interop.rows import READERS
 from minitron.interop.tokenizers import HfTokenizer, load_tokenizer
-from minitron.pretrain import READERS
 from tools.generate import encode_question
 
 library = pytest.importorskip("tokenizers")

@@ -14,7 +14,7 @@ from minitron.data.build import build_datasets
 from minitron.data.cache import Cache
 from minitron.data.gpt import GPTDataset
 from minitron.data.indexed import IndexedDataset, IndexedWriter
-from minitron.pretrain import READERS
+from minitron.interop.rows import READERS
 
 
 def plain_order(shares, num_samples):

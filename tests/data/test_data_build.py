@@ -14,8 +14,8 @@ from minitron.data.cache import Cache
 from minitron.data.gpt import GPTDataset
 from minitron.data.indexed import DataError, IndexedDataset, IndexedWriter
 from minitron.data.mock import MockDataset
+from minitron.interop.rows import READERS
 from minitron.interop.tokenizers import ByteTokenizer
-from minitron.pretrain import READERS
 
 BYTES = {"tokenizer": "bytes", "fingerprint": ByteTokenizer.fingerprint, "vocab_size": ByteTokenizer.vocab_size}
 

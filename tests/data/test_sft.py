@@ -20,10 +20,10 @@ from minitron.data.corpus import build_docstrings, explained
 from minitron.data.gpt import Sample
 from minitron.data.loader import Loader
 from minitron.data.sft import TokenizedFiles, encode_chat
+from minitron.interop.rows import READERS
 from minitron.interop.tokenizers import LLAMA3_SPLIT, ByteTokenizer, load_tokenizer
 from minitron.model.gpt import whole_model
 from minitron.model.init import initialise
-from minitron.pretrain import READERS
 from minitron.testing import assert_close_rel
 from minitron.train import build
 from test_pretrain import pretrain, records

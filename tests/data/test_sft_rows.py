@@ -12,7 +12,7 @@ from minitron import pretrain
 from minitron.config import cli, rules
 from minitron.data.cache import Cache
 from minitron.data.sft import SHOWN, TokenizedFiles
-from minitron.interop.rows import read_rows
+from minitron.interop.rows import READERS, read_rows
 from minitron.interop.tokenizers import load_tokenizer
 from test_pretrain import records
 from test_sft import S, datasets, rows, write
@@ -37,7 +37,7 @@ OTHERS = [
 
 
 def tokens(path, tokenizer, folder):
-    documents = TokenizedFiles([str(path)], tokenizer, Cache(folder / "cache"), pretrain.READERS)
+    documents = TokenizedFiles([str(path)], tokenizer, Cache(folder / "cache"), READERS)
     return [tuple(array.tolist() for array in documents.get(i, 999)) for i in range(len(documents))]
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import sentencepiece
 
-from minitron import pretrain
 from minitron.config.schema import DataConfig
 from minitron.data.build import build_datasets
 from minitron.data.corpus import read_sources
 from minitron.data.sft import encode_chat
+from minitron.interop.rows import READERS
 from minitron.interop.tokenizers import LLAMA3_SPLIT, SPECIAL, _printable_bytes, load_tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -157,7 +157,7 @@ def test_a_vocabulary_with_a_gap_is_as_large_as_its_last_id(tmp_path):
         tokenizer=f"hf:{tmp_path}",
         cache_dir=str(tmp_path),
     )
-    run = dict(seq_len=4, seed=1, train_samples=1, valid_samples=0, readers=pretrain.READERS)
+    run = dict(seq_len=4, seed=1, train_samples=1, valid_samples=0, readers=READERS)
     opened = lambda size: build_datasets(data, vocab_size=size, **run)
     assert opened(10).train[0].tokens.tolist() == [0, 1, 9, 9, 9]
     with pytest.raises(ValueError, match="model.vocab_size=9"):
