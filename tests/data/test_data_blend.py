@@ -1,12 +1,16 @@
 """The blend against the greedy loop it stands for."""
 
 import time
+from tempfile import TemporaryDirectory
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minitron.checkpoint.load import ResumePoint
+from minitron.config import cli
 from minitron.config.schema import DataConfig
 from minitron.data import blend
 from minitron.data.blend import BlendedDataset, greedy_order, normalize, part_samples
@@ -15,6 +19,7 @@ from minitron.data.cache import Cache
 from minitron.data.gpt import GPTDataset
 from minitron.data.indexed import IndexedDataset, IndexedWriter
 from minitron.interop.rows import READERS
+from minitron.pretrain import build_data
 
 
 def plain_order(shares, num_samples):
@@ -106,6 +111,41 @@ def test_a_blend_draws_the_samples_of_parts_of_megatrons_size(tmp_path):
         return [parts[part][sample].tokens.tolist() for part, sample in plain_order(normalize([1.0, 2.0]), 10)]
 
     assert [mixed[i].tokens.tolist() for i in range(10)] == drawn([5, 8]) != drawn([4, 7])
+
+
+def test_a_blend_has_samples_for_those_that_a_resumed_run_leaves_out(tmp_path):
+    """The order is that of the run before, which was laid out for fewer samples. What is not left over is refused."""
+    prefixes = [str(tmp_path / name) for name in "ab"]
+    for i, prefix in enumerate(prefixes):
+        with IndexedWriter(prefix, np.uint16) as writer:
+            for document in range(400):
+                writer.add_document(np.arange(5, dtype=np.uint16) + 10 * i + document // 4)
+    paths = f"data.paths=[0.3,{prefixes[0]},0.7,{prefixes[1]}]"
+    words = ["data.source=indexed", paths, "data.split=1", "model.vocab_size=300", "train.seq_len=4"]
+    words += ["train.global_batch_size=4", "train.steps=300", f"data.cache_dir={tmp_path / 'cache'}"]
+    begun = build_data(cli.load(words))
+    start = ResumePoint(step=100, consumed_samples=400, resume=True, data=begun.info)
+    resumed = build_data(cli.load([*words, "data.skip_samples=[[400,404]]"]), start)
+    assert resumed.info == begun.info and len(resumed.train) >= 1204
+    longer = plain_order(normalize([0.3, 0.7]), len(resumed.train))
+    for i in (0, 1199, 1203, len(resumed.train) - 1):
+        part, sample = longer[i]
+        assert resumed.train[i].tokens.tolist() == begun.train.parts[part][sample].tokens.tolist()
+    with pytest.raises(ValueError, match="train.steps=300 needs 1500 samples.*use at most"):
+        build_data(cli.load([*words, "data.skip_samples=[[400,700]]"]), start)
+
+
+@settings(max_examples=60, deadline=None)
+@given(weights=weights_of_every_kind, num_samples=st.integers(1, 1500), more=st.integers(0, 9))
+def test_a_longer_blend_stays_within_its_parts(weights, num_samples, more):
+    shares = normalize(weights)
+    sizes = [part_samples(num_samples, share) + more for share in shares]
+    parts = [mock.MagicMock(spec=GPTDataset, fingerprint="", **{"__len__.return_value": size}) for size in sizes]
+    with TemporaryDirectory() as folder:
+        mixed = BlendedDataset(parts, weights, num_samples, Cache(folder))
+        assert len(mixed) >= num_samples
+        for part, size in enumerate(sizes):
+            assert mixed._sample[mixed._part == part].max(initial=-1) < size
 
 
 @settings(max_examples=100, deadline=None)

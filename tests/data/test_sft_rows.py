@@ -4,19 +4,22 @@ import itertools
 import json
 import math
 import re
+import resource
 
 import numpy as np
 import pytest
 
 from minitron import pretrain
 from minitron.config import cli, rules
+from minitron.data import build, sft
 from minitron.data.cache import Cache
 from minitron.data.sft import SHOWN, TokenizedFiles
 from minitron.interop.rows import READERS, read_rows
-from minitron.interop.tokenizers import load_tokenizer
+from minitron.interop.tokenizers import ByteTokenizer, load_tokenizer
 from test_pretrain import records
 from test_sft import S, datasets, rows, write
 from test_tokenizers import llama3_file  # noqa: F401  (a fixture)
+from tools import check_job
 
 
 def message(role, content):
@@ -106,6 +109,59 @@ def test_all_bad_lines_are_found_at_once_or_left_out(tmp_path):
             assert skipped.train[i].tokens.tolist() == expected.train[i].tokens.tolist()
         assert f"{len(bad)} bad rows" in skipped.note and f"row {numbers[0]} " in skipped.note
         assert expected.note == datasets(tmp_path, [plain], bad_lines="skip").note
+
+
+def counted(monkeypatch, module, name):
+    """Count the calls of a function of a module."""
+    calls, real = [], getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *args, **more: calls.append(args) or real(*args, **more))
+    return calls
+
+
+def test_bad_rows_are_found_by_one_process_for_all_that_read_them(tmp_path, monkeypatch):
+    """Every node of a job reads them in the cache, as does a run that then leaves them out."""
+    made, path = counted(monkeypatch, sft, "_tokenize"), write(tmp_path, [*rows(20), {"prompt": "a"}])
+    for _ in range(3):
+        with pytest.raises(ValueError, match="row 21 has prompt of the keys"):
+            datasets(tmp_path, [path])
+    assert "row 21" in datasets(tmp_path, [path], bad_lines="skip").note
+    assert len(made) == 1
+
+
+def test_a_file_without_a_good_row_is_an_error_also_if_bad_rows_are_left_out(tmp_path):
+    with pytest.raises(ValueError, match="row 2 is not JSON"):
+        datasets(tmp_path, [write(tmp_path, ["", "nonsense"])], bad_lines="skip")
+
+
+def test_files_are_read_once_for_training_and_validation(tmp_path, monkeypatch):
+    files = [write(tmp_path, rows(30)), write(tmp_path, rows(20), "b.jsonl")]
+    opened = counted(monkeypatch, build, "TokenizedFiles")
+    blend = ["0.5", files[0], "0.5", files[1]]
+    data = datasets(tmp_path, blend, valid=4, split="8,2")
+    assert [call[0] for call in opened] == [[path] for path in files]
+    assert [len(part.part) for part in data.valid.parts] == [6, 4]
+    datasets(tmp_path, files[:1], valid=4, valid_paths=(files[1],))
+    assert [call[0] for call in opened[2:]] == [[path] for path in files]
+
+
+def test_a_table_is_read_without_a_limit_of_this_process(tmp_path, monkeypatch):
+    """The memory of a trainer is not the reader's to limit."""
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist(rows(300)), tmp_path / "a.parquet")
+    limits = counted(monkeypatch, resource, "setrlimit")
+    assert [row for _, row in read_rows(str(tmp_path / "a.parquet"))] == rows(300) and not limits
+
+
+def test_a_check_of_much_data_leaves_bad_rows_out_as_the_run_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(check_job, "READ_BYTES", 0)
+    path = write(tmp_path, [*rows(20), {"prompt": "a"}])
+    words = ["data.source=sft", f"data.paths=[{path}]", "data.tokenizer=bytes"]
+    with pytest.raises(ValueError, match="row 21 has prompt of the keys"):
+        check_job._sft(cli.load(words), ByteTokenizer())
+    found = check_job._sft(cli.load([*words, "data.bad_lines=skip"]), ByteTokenizer())
+    assert "1 bad rows" in found and "row 21" in found
 
 
 def test_long_documents_are_cut_left_out_or_refused(tmp_path):

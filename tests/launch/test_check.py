@@ -194,7 +194,7 @@ def test_fine_tuning_looks_for_weights_and_reads_all_lines(stage, tmp_path):
         and found["base"][0] == "wrong"
         and "run FINETUNE=8b launch/setup.sh, or set BASE" in found["base"][1]
     )
-    assert found["data"][0] == "wrong" and "a.jsonl: line 21 has prompt of the keys" in found["data"][1]
+    assert found["data"][0] == "wrong" and "a.jsonl: row 21 has prompt of the keys" in found["data"][1]
     (stage / "base").mkdir()
     (tmp_path / "a.jsonl").write_text(good * 99)
     status, found = check("finetune", "-N", "2", env=env | {"BASE": str(stage / "base")})
