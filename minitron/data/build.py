@@ -164,17 +164,18 @@ def _sft(data: DataConfig, readers: Readers, cache: Cache, vocab_size: int, seq_
         build_corpus(cache, vocab_size).tokenizer if own else readers.tokenizer(data.tokenizer, cache=cache)
     )
     check_vocabulary(tokenizer.vocab_size, f"data.tokenizer={data.tokenizer}", vocab_size)
+    choices, too_long = (data.special_tokens_in_text, data.bad_lines == "skip"), data.too_long
+    split, valid_paths = data.split, data.valid_paths
 
     def read(paths: Sequence[str]) -> tuple[list[TokenizedFiles], list[float] | None]:
         files, weights = parse_sft_paths(paths)
         files = [str(build_docstrings(cache)) if path == "docstrings" else path for path in files]
-        choices = data.special_tokens_in_text, data.bad_lines == "skip"
         groups = [files] if weights is None else [[path] for path in files]
         return [TokenizedFiles(group, tokenizer, cache, readers, *choices) for group in groups], weights
 
     def pack(files: list[TokenizedFiles], which: int) -> list[SFTDataset]:
-        part = lambda file: range(len(file)) if data.valid_paths else split_part(file, data.split, which)
-        return [SFTDataset(file, part(file), seq_len, seed, data.too_long) for file in files]
+        parts = [range(len(file)) if valid_paths else split_part(file, split, which) for file in files]
+        return [SFTDataset(file, part, seq_len, seed, too_long) for file, part in zip(files, parts)]
 
     files, weights = read(data.paths)
     train = pack(files, TRAIN)
@@ -182,7 +183,7 @@ def _sft(data: DataConfig, readers: Readers, cache: Cache, vocab_size: int, seq_
     def dataset(which: int, samples: int) -> SFTDataset | BlendedDataset:
         made, shares = train, weights
         if which == VALID:
-            others, shares = read(data.valid_paths) if data.valid_paths else (files, weights)
+            others, shares = read(valid_paths) if valid_paths else (files, weights)
             made = pack(others, VALID)
         if shares is None:
             return made[0].of_length(samples)

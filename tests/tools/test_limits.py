@@ -103,7 +103,8 @@ def test_a_read_of_a_table_is_bounded(tmp_path, monkeypatch):
     path = table(tmp_path / "in.parquet", "x" * MIB, 130)
     assert sum(len(batch.lines) for batch in rows.read_batches([path])) == 130
     # In a process of its own: this one may have 64 MiB that it has mapped and freed.
-    code = f"from tools import rows; rows.TABLE_BYTES = {64 * MIB}; list(rows.read_batches([{path!r}]))"
+    code = f"import pyarrow.parquet; from tools import rows; rows.TABLE_BYTES = {64 * MIB}\n"
+    code += f"list(rows.read_batches([{path!r}]))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 1 and "more memory" in done.stderr, done.stderr
     monkeypatch.setattr(rows, "RECORD_BYTES", MIB - 1)
