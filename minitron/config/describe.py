@@ -35,19 +35,7 @@ def help_text(description: str, asked: Collection[str] = ()) -> str:
     sections = {section.name: section for section in fields(Config)}
     if unknown := [name for name in asked if name not in sections]:
         raise ValueError(f"--help {short(unknown[0])}: no such section; use one of {', '.join(sections)}")
-    lines = [] if asked else _overview(description)
-    for name in asked or sections:
-        lines += ["", f"{name}: {sections[name].metadata['help']}"]
-        for key, accepted, f in keys(accepted_types(Config)[name][0], f"{name}."):
-            lines += [
-                f"  {key}={shown(f.default)}   ({type_name(accepted, f.metadata['within'])})",
-                *(f"      {line}" for line in textwrap.wrap(f.metadata["help"], 110)),
-            ]
-    return "\n".join(lines).lstrip("\n")
-
-
-def _overview(description: str) -> list[str]:
-    return [
+    overview = [
         description.strip().split("\n\n")[0],
         "",
         textwrap.fill(f"usage: {USAGE}", 120, subsequent_indent="    "),
@@ -62,6 +50,15 @@ def _overview(description: str) -> list[str]:
         "Later files win over earlier ones, and overrides over files; key=null drops what a file has set.",
         "Every key, with its default:",
     ]
+    lines = [] if asked else overview
+    for name in asked or sections:
+        lines += ["", f"{name}: {sections[name].metadata['help']}"]
+        for key, accepted, f in keys(accepted_types(Config)[name][0], f"{name}."):
+            lines += [
+                f"  {key}={shown(f.default)}   ({type_name(accepted, f.metadata['within'])})",
+                *(f"      {line}" for line in textwrap.wrap(f.metadata["help"], 110)),
+            ]
+    return "\n".join(lines).lstrip("\n")
 
 
 def json_schema() -> str:

@@ -159,10 +159,10 @@ def _token_files(data: DataConfig, readers: Readers, cache: Cache, vocab_size: i
 
 def _sft(data: DataConfig, readers: Readers, cache: Cache, vocab_size: int, seq_len: int, seed: int) -> Source:
     """Tokenize and pack files of questions and answers."""
-    own = data.tokenizer == "corpus"
-    tokenizer: Tokenizer = (
-        build_corpus(cache, vocab_size).tokenizer if own else readers.tokenizer(data.tokenizer, cache=cache)
-    )
+    if data.tokenizer == "corpus":
+        tokenizer: Tokenizer = build_corpus(cache, vocab_size).tokenizer
+    else:
+        tokenizer = readers.tokenizer(data.tokenizer, cache=cache)
     check_vocabulary(tokenizer.vocab_size, f"data.tokenizer={data.tokenizer}", vocab_size)
     choices, too_long = (data.special_tokens_in_text, data.bad_lines == "skip"), data.too_long
     split, valid_paths = data.split, data.valid_paths
