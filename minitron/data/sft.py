@@ -86,7 +86,7 @@ class TokenizedFiles:
         template = None if tokenizer.chat is None else tokenizer.chat.fingerprint
         key = fingerprint_of(*hashed, f"chats by {template}, {special=}".encode())
         build = lambda partial: _tokenize(partial, self.paths, tokenizer, readers, special)
-        folder = cache.build_once(f"sft-rows-{key}", build)
+        folder = cache.build_once(f"sft-rows-{key}", build)  # another name once other rows are bad
         with reading(folder):
             self._file = IndexedDataset(folder / "documents")
             bad, first = read_json(folder / BAD)
