@@ -224,7 +224,7 @@ class DataConfig:
     source: Literal["corpus", "mock", "indexed", "sft"] = key(
         "corpus", "corpus: Python's library; mock: random tokens; indexed: Megatron's .bin/.idx; sft: JSONL"
     )
-    paths: tuple[str, ...] = key((), "files, or weight file pairs; indexed: prefixes; sft: also docstrings", needs=FILES)
+    paths: tuple[str, ...] = key((), "files, or weight file pairs; indexed: prefixes; sft: or docstrings", needs=FILES)
     valid_paths: tuple[str, ...] = key((), "sft: files to validate on; none: a share of paths", needs=SFT)
     split: Shares = key("969,30,1", "shares of documents to train, validate, test on; sft with valid_paths: not read")
     tokenizer: str = key("corpus", "corpus, bytes, gpt2:DIR, llama3:FILE, llama2:FILE or hf:DIR")
