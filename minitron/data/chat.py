@@ -20,7 +20,7 @@ from typing import Any
 from minitron.data.tokenizers import Tokenizer
 
 MARK = "\ufdd0"
-RESERVED = re.compile("[\ufdd0-\ufdd2]")  # noncharacters of Unicode; chat_template.py uses the other two
+RESERVED = re.compile("[\ufdd0-\ufdd3]")  # noncharacters of Unicode; chat_template.py uses the others
 ROLES = "system", "developer", "user", "assistant", "tool"
 
 
