@@ -123,7 +123,6 @@ def _pin(i: int, message: dict, needed: list[Pin]) -> dict:
     An answer's pins are behind its texts, since a template may drop a thought before them. Others are in the middle,
     since a template may read how a question begins and ends.
     """
-
     is_answer = message["role"] == "assistant"
 
     def pin(text, what: str):
@@ -131,7 +130,7 @@ def _pin(i: int, message: dict, needed: list[Pin]) -> dict:
         if not body:
             return text
         needed.append((i, what))
-        cut = len(body) if is_answer else len(body) // 2
+        cut = len(body) if is_answer else (len(text) - len(text.lstrip()) + len(body)) // 2  # of what strip() leaves
         return f"{text[:cut]}{PIN}{i} {what}{PIN}{text[cut:]}"
 
     def pin_call(call: dict, what: str) -> dict:

@@ -53,7 +53,7 @@ def said(*texts, first="user"):
 
 CHATS = {
     "one turn": (said("Hi, who?", "Hello wörld"), None),
-    "turns": (said("Hi", " It is 7.\n", "\nMore? \n", "fine <b>"), None),
+    "turns": (said("Hi", " It is 7.\n", "\n\n\n M \n", "fine <b>"), None),
     "system": (said("Be kind.", "Hi", "Hello", first="system"), None),
     "tools": (
         [
