@@ -20,7 +20,7 @@ from typing import Any
 from minitron.data.tokenizers import Tokenizer
 
 MARK = "\ufdd0"
-RESERVED = re.compile("[\ufdd0-\ufdd3]")  # noncharacters of Unicode; chat_template.py uses the others
+RESERVED = re.compile("[\ufdd0-\ufdd3]")  # noncharacters of Unicode; interop puts the others into texts
 ROLES = "system", "developer", "user", "assistant", "tool"
 
 
