@@ -20,7 +20,7 @@ from minitron.data.tokenizers import Tokenizer
 from minitron.interop.chat_template import ChatTemplate
 
 MARK = "\ufdd0"
-RESERVED = re.compile("[\ufdd0-\ufdd2]")  # noncharacters of Unicode; chat_template.py uses the other two
+RESERVED = re.compile("[\ufdd0-\ufdd3]")  # noncharacters of Unicode; other files put the others into texts
 
 
 class Chats:

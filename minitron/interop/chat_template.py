@@ -6,13 +6,8 @@
 The process has limits of CPU time for each chat, of memory and of text. It writes no files, and jinja's sandbox keeps
 templates from Python's attributes. One process renders all chats: it reads a chat and writes a text, one line each.
 
-The text equals that of transformers. The assistant's spans are those of {% generation %} blocks. Without such blocks an
-answer is the difference of two texts:
-
-    before    the messages before it, with the beginning of an answer     ...<|im_start|>assistant\\n
-    after     the same and the answer                                     ...<|im_start|>assistant\\nHello<|im_end|>\\n
-
-Both must be beginnings of the whole. A template that leaves out tools, or what a role says, is refused, too.
+The text equals that of transformers. The assistant's spans are those of {% generation %} blocks. Without such blocks
+chat_spans.py finds them. A template that leaves out tools, or what a message says, is refused.
 
 strftime_now is always the time DATE, so that a cache of tokens is the same on each day; a template that reads a
 variable for it takes that of `chat_template_kwargs`.  Left out: images and other media.
@@ -34,11 +29,11 @@ from pathlib import Path
 from minitron.config.files import errors_as, read_bytes
 from minitron.config.installed import pip_install
 from minitron.data.tokenizers import UnusableTemplate
+from minitron.interop.chat_spans import REASONING, Pins
 
 SECONDS, MEMORY_BYTES, CHARACTERS = 10.0, 1 << 30, 32 << 20
 TEMPLATE_BYTES, TRIALS = 1 << 20, 3
 DATE = datetime(2024, 7, 26)  # what templates of Llama 3.2 write where there is no clock
-REASONING = "reasoning_content", "thinking", "reasoning"  # names of one thing; templates read the first two
 BEGIN, END = "\ufdd1", "\ufdd2"  # of a generation block
 CHILD = """import json, sys
 sys.path[:], *limits = json.loads(sys.argv[1])
@@ -125,7 +120,6 @@ class ChatTemplate:
 def serve(seconds: float, memory: int, characters: int) -> None:
     """Answer each chat on stdin by its text and the assistant's spans, or by null and what is wrong."""
     (templates, tokens), compile_template, compiled = json.loads(sys.stdin.readline()), _sandbox(), {}
-    seen: set[str] = set()
     for limit, most in (resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_AS, memory):
         resource.setrlimit(limit, (most, most))
     for line in sys.stdin:
@@ -135,7 +129,7 @@ def serve(seconds: float, memory: int, characters: int) -> None:
             name = "tool_use" if "tools" in chat and "tool_use" in templates else "default"
             compiled[name] = compiled.get(name) or compile_template(templates[name])
             in_blocks = re.search(r"\{%[-+]?\s*generation\b", templates[name]) is not None
-            answer = _render(compiled[name], in_blocks, chat, tokens, seen)
+            answer = _render(compiled[name], in_blocks, chat, tokens)
             if len(answer[0]) > characters:
                 raise MemoryError(f"a text of {len(answer[0])} characters")
         except Exception as error:  # a template may raise any
@@ -143,10 +137,10 @@ def serve(seconds: float, memory: int, characters: int) -> None:
         print(json.dumps(answer), flush=True)
 
 
-def _render(template, in_blocks: bool, chat: dict, tokens: dict, seen: set[str]) -> tuple[str, list[tuple[int, int]]]:
+def _render(template, in_blocks: bool, chat: dict, tokens: dict) -> tuple[str, list[tuple[int, int]]]:
     """Return the text of a chat and the assistant's spans.
 
-    in_blocks: the template has generation blocks. seen: the parts of a chat of which it is known that they are written.
+    in_blocks: the template has generation blocks.
     """
 
     def text_of(messages: list[dict], prompt: bool = False, tools: list | None = chat.get("tools")) -> str:
@@ -163,26 +157,13 @@ def _render(template, in_blocks: bool, chat: dict, tokens: dict, seen: set[str])
     spans = list(zip(ends[::2], ends[1::2]))
     if "add_generation_prompt" in chat:
         return "".join(pieces), []
-    others, dropped = {"the tools": (messages, None)} if "tools" in chat else {}, []
-    for i, message in enumerate(messages):
-        role, key = message["role"], "tool_calls" if message.get("tool_calls") else "content"
-        changed = message | ({key: []} if key == "tool_calls" else {key: message[key] + "x"})
-        others.setdefault(f"{key} of {role}", ([*messages[:i], changed, *messages[i + 1 :]], chat.get("tools")))
-        if role == "assistant" and not in_blocks:
-            before, after = text_of(messages[:i], True), text_of(messages[: i + 1])
-            if not (after.startswith(before) and whole.startswith(after)):
-                fix = "put {% generation %} and {% endgeneration %} around the assistant's text in chat_template.jinja"
-                raise ValueError(f"up to message {i + 1} the text is no beginning of the whole; {fix}")
-            spans.append((len(before), len(after)))
-    for what in others.keys() - seen:
-        changed, tools = others[what]
-        with suppress(Exception):  # a template that raises has read the difference
-            if text_of(changed, tools=tools) == whole:
-                dropped.append(what)
-    if dropped:
-        raise ValueError(f"it leaves out {min(dropped)}")
-    seen |= others.keys()
-    return "".join(pieces), spans
+    without_tools = None
+    with suppress(Exception):  # a template that raises has read the difference
+        without_tools = text_of(messages, tools=None) if "tools" in chat else None
+    if without_tools == whole:
+        raise ValueError("it leaves out the tools")
+    pins = Pins(text_of, messages, whole, tokens.get("eos_token", ""))
+    return "".join(pieces), spans if in_blocks else pins.spans()
 
 
 def _sandbox() -> Callable[[str], object]:

@@ -56,7 +56,7 @@ def said(*texts, first="user"):
 
 CHATS = {
     "one turn": (said("Hi, who?", "Hello wörld"), None),
-    "turns": (said("Hi", " It is 7.\n", "\nMore? \n", "fine <b>"), None),
+    "turns": (said("Hi", " It is 7.\n", "\n\n\n M \n", "fine <b>"), None),
     "system": (said("Be kind.", "Hi", "Hello", first="system"), None),
     "tools": (
         [
@@ -111,7 +111,7 @@ class Here(chat_template.ChatTemplate):
         source, tokens = self._given[0]["default"], self._given[1]
         template, in_blocks = chat_template._sandbox()(source), "generation %}" in source
         try:
-            text, spans = chat_template._render(template, in_blocks, chat, tokens, set())
+            text, spans = chat_template._render(template, in_blocks, chat, tokens)
         except Exception as error:
             raise ValueError(f"chat template of here: {error!r}") from error
         encoded = self._encode(text)
@@ -158,9 +158,9 @@ def test_ids_and_masks_are_those_of_transformers_and_trl(bpe, family):
         ours, calls_tools = ours_of(theirs), utils.supports_tool_calling(theirs)
         ours.chat.template.__class__ = Here
         for name, (messages, tools) in CHATS.items():
-            expected = None
+            expected, is_refused = None, name == "tools" and not calls_tools
             try:
-                if name == "tools" and not calls_tools:
+                if is_refused:
                     pass
                 elif blocks:
                     found = theirs.apply_chat_template(
@@ -170,17 +170,185 @@ def test_ids_and_masks_are_those_of_transformers_and_trl(bpe, family):
                 else:
                     expected = by_prefixes(theirs, messages, tools)
             except Exception:
-                pass
+                is_refused = True
             assert expected or name != "one turn" or not blocks
-            if expected is None:
+            if is_refused:
                 with pytest.raises(ValueError, match="chat template of here"):
                     encode(ours, messages, tools)
-            else:
+            elif expected:  # other masks: test_answers_where_the_text_of_a_part_is_no_beginning_of_the_whole
                 assert ids_and_mask(encode(ours, messages, tools)) == expected, (name, blocks)
                 assert sum(expected[1]), name
             if name != "tools" and expected:
                 asked = theirs.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False)
                 assert encode_question(messages[:-1], ours) == asked
+
+
+# Of families that write the last answer otherwise: the end-of-sequence token, and what is trained, in the whole text.
+ANSWERS = {
+    "qwen3": ("<|im_end|>", r"<\|im_start\|>assistant\n(.*?<\|im_end\|>\n)"),
+    "phi3": ("<|endoftext|>", r"<\|assistant\|>\n(.*?<\|end\|>\n(?:<\|endoftext\|>)?)"),
+    "gptoss": ("<|return|>", r"<\|start\|>assistant(.*?<\|(?:end|return|call)\|>)(?=<\|start\|>(?!assistant)|\Z)"),
+}
+NO_THOUGHT = r"<\|im_start\|>assistant\n(?:<think>\n\n</think>\n\n)?(.*?<\|im_end\|>\n)"
+CALLS = [
+    *said("The weather?"),
+    {"role": "assistant", "content": "", "tool_calls": [CALL], "reasoning_content": "Hm."},
+    {"role": "tool", "name": "weather", "tool_call_id": "a12345678", "content": "rain"},
+]
+THOUGHTS = {"role": "assistant", "content": "Yes.", "reasoning_content": "Really?\n\nOh."}
+TURNS = {
+    "one": said("Hi", "Hello wörld"),
+    "two": said("Hi", " <b>\n", "\nMore? \n", "fine <b>"),
+    "five": said(*"a<c/eghi|k"),
+    "a system": said("Be kind.", *"abcdefgh", first="system"),
+    "a question last": said("a", "b", "c"),
+    "no question first": said("Be kind.", "a", "b", "c", first="system")[:1] + said("a", "b", "c", "d")[1:],
+    "a thought in a text": said("a", "<think>\nb\n</think>\n\n<c", "d", "<think>\ne\n</think>\n\nf"),
+    "thoughts": [*said("a"), THOUGHTS, *said("b"), THOUGHTS],
+    "tools": [*CALLS, *said("x", "Rain.")[1:]],
+    "tools and turns": [
+        *CALLS,
+        *said("x", "Rain.", "Sure?")[1:],
+        *CALLS[1:],
+        *CALLS[1:],
+        *said("y", "Yes.", "z", "0")[1:],
+    ],
+}
+
+
+def mask_of(ids_and_places, spans):
+    return [int(any(begin < last and end > first for first, last in spans)) for begin, end in ids_and_places]
+
+
+@pytest.mark.parametrize("family", ANSWERS)
+def test_answers_where_the_text_of_a_part_is_no_beginning_of_the_whole(bpe, family):
+    """Masks are those of a regular expression for the family, and TRL's, whose template writes the same text.
+
+    TRL marks answers of gpt-oss with the generation prompt, and other families' without it, as we do all.
+    """
+    utils = pytest.importorskip("trl.chat_template_utils", reason="trl has the templates")
+    source = Path(utils.__file__).with_name("chat_templates").joinpath(f"{family}.jinja").read_text()
+    eos, pattern = ANSWERS[family]
+    special = {*SPECIAL.findall(source), "<|return|>", "<|call|>"} - {"<think>", "</think>"}
+    theirs = of_transformers(bpe, source, sorted(special), eos_token=eos)
+    training = utils.get_training_chat_template(processing_class=theirs)
+    ours, of_trl = ours_of(theirs), 0
+    ours.chat.template.__class__ = Here
+    prompt = theirs("<|start|>assistant", add_special_tokens=False).input_ids if family == "gptoss" else []
+    for name, messages in TURNS.items():
+        tools = [TOOL] if "tools" in name else None
+        for kwargs in ({}, {"enable_thinking": False}) if family == "qwen3" and "thought" not in name else ({},):
+            if family == "phi3" and (tools or name == "thoughts"):
+                with pytest.raises(ValueError, match="leaves out the (tools|reasoning)"):
+                    encode(ours, messages, tools)
+                continue
+            text = theirs.apply_chat_template(messages, tools=tools, tokenize=False, **kwargs)
+            spans = [found.span(1) for found in re.finditer(NO_THOUGHT if kwargs else pattern, text, re.DOTALL)]
+            assert len(spans) == sum(message["role"] == "assistant" for message in messages), name
+            found = theirs(text, add_special_tokens=False, return_offsets_mapping=True)
+            given = {"chat_template_kwargs": kwargs} if kwargs else {}
+            ids, mask = ids_and_mask(encode(ours, messages, tools, special=True, **given))
+            asked = {"tools": tools, "return_dict": True, **kwargs}
+            assert ids == found.input_ids == theirs.apply_chat_template(messages, **asked)["input_ids"], name
+            assert mask == mask_of(found.offset_mapping, spans), name
+            trl = theirs.apply_chat_template(
+                messages, chat_template=training, return_assistant_tokens_mask=True, **asked
+            )
+            if trl["input_ids"] == ids and not kwargs:
+                more = [i for i, is_ours, is_theirs in zip(ids, mask, trl["assistant_masks"]) if is_ours != is_theirs]
+                assert more == prompt * len(spans) and all(map(int.__le__, mask, trl["assistant_masks"])), name
+                of_trl += 1
+    assert of_trl
+
+
+def test_a_chat_is_rendered_as_often_as_it_has_turns(bpe):
+    """Ten times the turns render some ten times the messages, and not a hundred times."""
+    environment, counts = chat_template._sandbox(), []
+
+    def rendered(source, turns):
+        template, chat = environment(source), {"messages": said(*map(str, range(2 * turns)))}
+        counted = type(
+            "", (), {"render": lambda _, given: counts.append(len(given["messages"])) or template.render(given)}
+        )
+        spans = chat_template._render(counted(), False, chat, {"eos_token": "<|eos|>"})[1]
+        assert len(spans) == turns
+        return sum(counts), counts.clear()
+
+    for source in CHATML, CHATML.replace("{% if add", "{% if not add_generation_prompt %}<|eos|>{% endif %}{% if add"):
+        assert rendered(source, 400)[0] < 11 * rendered(source, 40)[0]
+
+
+LEFT_OUT = {
+    "a thought": (CHATML, [*said("a"), THOUGHTS], "leaves out the reasoning of message 2"),
+    "a thought in a text": (
+        CHATML.replace("m.content +", "m.content.split('</think>')[-1] +"),
+        said("a", "<think>b</think>c"),
+        "leaves out the reasoning of message 2",
+    ),
+    "the end of a text": (CHATML.replace("m.content", "m.content[:3]"), said("abc", "a text"), "messages are marked"),
+    "an earlier answer": (
+        CHATML.replace("{{", "{% if m.role == 'user' or loop.last %}{{", 1).replace(
+            "{% endfor", "{% endif %}{% endfor"
+        ),
+        said("a", "b", "c", "d"),
+        "leaves out message 2",
+    ),
+    "a question": (
+        CHATML.replace("{{", "{% if m.role != 'user' %}{{", 1).replace("{% endfor", "{% endif %}{% endfor"),
+        said("Be.", "a", "b", first="system"),
+        "content of message 2",
+    ),
+    "the second call": (
+        CHATML.replace("m.content +", "(m.tool_calls[0].function.name if m.tool_calls else m.content) +"),
+        [*said("a"), {"role": "assistant", "tool_calls": [CALL, CALL]}],
+        "tool call 2 of message 2",
+    ),
+    "calls of no name": (
+        CHATML,
+        [*said("a"), {"role": "assistant", "content": "", "tool_calls": ["a"]}],
+        "tool_calls of message 2",
+    ),
+    "calls that are a text": (
+        CHATML,
+        [*said("a"), {"role": "assistant", "content": "", "tool_calls": "[]"}],
+        "tool_calls of message 2",
+    ),
+    "a text that counts": (
+        CHATML.replace("m.content", "m.content ~ m.content | length"),
+        said("a", "b"),
+        "messages are marked",
+    ),
+    "another role before an answer": (
+        CHATML.replace("m.role", "(m.role if loop.last else 'x')"),
+        said("a", "b", "c", "d"),
+        "beginning of message 2",
+    ),
+    "an end that no other chat has": (
+        CHATML.replace("<|im_end|>\n' }}", "' }}{{ loop.length }}"),
+        said("a", "b", "c", "d"),
+        "end of message 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", LEFT_OUT)
+def test_what_a_template_leaves_out_or_hides_is_named(bpe, what):
+    template, messages, message = LEFT_OUT[what]
+    ours = ours_of(of_transformers(bpe, template))
+    ours.chat.template.__class__ = Here
+    with pytest.raises(ValueError, match=message) as error:
+        encode(ours, messages)
+    assert "\n" not in str(error.value)
+
+
+def test_a_template_in_capitals_without_special_tokens(bpe):
+    """Texts may hold what the template writes around others."""
+    template = "{% for m in messages %}{{ (m.role + ': ' + m.content) | upper }}\n{% endfor %}"
+    theirs = of_transformers(bpe, template + "{% if add_generation_prompt %}ASSISTANT: {% endif %}")
+    ours = ours_of(theirs)
+    ours.chat.template.__class__ = Here
+    messages = said("a", "ASSISTANT: b\n", "assistant: ", "USER: assistant: c\nASSISTANT: ", "ASSISTANT: ", "d")
+    assert ids_and_mask(encode(ours, messages)) == by_prefixes(theirs, messages, None)
 
 
 def test_a_template_of_tools_reasoning_and_variables_as_transformers_has_them(bpe):
