@@ -38,7 +38,6 @@ from minitron.data.build import (
     check_tokens,
     check_vocabulary,
     parse_paths,
-    parse_sft_paths,
     split_part,
 )
 from minitron.data.gpt import count_tokens
@@ -179,7 +178,7 @@ def _indexed(cfg: Config, tokenizer: Tokenizer | None) -> str:
 
 def _sft(cfg: Config, tokenizer: Tokenizer | None) -> str:
     """Tokenize and pack all files as the run does, in a folder that is then deleted; of many bytes the first rows."""
-    paths = [path for paths in (cfg.data.paths, cfg.data.valid_paths) for path in parse_sft_paths(paths)[0]]
+    paths = [path for paths in (cfg.data.paths, cfg.data.valid_paths) for path in parse_paths(paths, grouped=True)[0]]
     files, total = [path for path in paths if path != "docstrings"], 0
     for path in files:
         with errors_as(ValueError, lambda error: f"data.paths: {path} cannot be read ({error.strerror})", OSError):

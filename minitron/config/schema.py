@@ -93,9 +93,7 @@ class ModelConfig:
     hidden_dropout: float = key(0.0, "dropout after the embedding, attention and MLP", FRACTION)
     attention_dropout: float = key(0.0, "dropout of attention probabilities", FRACTION, ATTENTION_DROPOUT)
     attention: Literal["auto", "cudnn", "flash", "flash-attn", "fused", "reference"] = key("auto", "attention kernels")
-    head_piece: int | None = key(
-        None, "tokens whose logits a rank holds at a time, in a microbatch; null: all; fewer save memory", COUNT
-    )
+    head_piece: int | None = key(None, "tokens of a microbatch whose logits a rank holds at a time; null: all", COUNT)
 
     @property
     def kv_heads(self) -> int:

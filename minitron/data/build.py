@@ -168,7 +168,7 @@ def _sft(data: DataConfig, readers: Readers, cache: Cache, vocab_size: int, seq_
     split, valid_paths = data.split, data.valid_paths
 
     def read(paths: Sequence[str]) -> tuple[list[TokenizedFiles], list[float] | None]:
-        files, weights = parse_sft_paths(paths)
+        files, weights = parse_paths(paths, grouped=True)
         files = [str(build_docstrings(cache)) if path == "docstrings" else path for path in files]
         groups = [files] if weights is None else [[path] for path in files]
         return [TokenizedFiles(group, tokenizer, cache, readers, *choices) for group in groups], weights
@@ -193,20 +193,13 @@ def _sft(data: DataConfig, readers: Readers, cache: Cache, vocab_size: int, seq_
     return tokenizer, {"source": "sft"}, dataset, sum(part.packing.num_sequences for part in train)
 
 
-def parse_sft_paths(paths: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """Split data.paths of sft: several files without weights are read as one. `~` is the home directory."""
-    if any(re.fullmatch(NUMBER, str(path)) for path in paths):
-        return parse_paths(paths)
-    return [os.path.expanduser(str(path)) for path in paths], None
-
-
-def parse_paths(paths: Sequence[str]) -> tuple[list[str], list[float] | None]:
+def parse_paths(paths: Sequence[str], grouped: bool = False) -> tuple[list[str], list[float] | None]:
     """Split data.paths, one prefix or weight and prefix in turn, into prefixes and weights (None for one bare prefix).
 
-    `~` at the start of a prefix is the home directory.
+    `~` at the start of a prefix is the home directory. grouped: several without weights are one set of files, of sft.
     """
     paths = [os.path.expanduser(str(path)) for path in paths]
-    if len(paths) == 1:
+    if len(paths) == 1 or grouped and not any(re.fullmatch(NUMBER, path) for path in paths):
         return paths, None
     rule = "give one prefix, or weight and prefix in turn, as in [0.7, web_text_document, 0.3, code_text_document]"
     if not paths or len(paths) % 2:

@@ -70,8 +70,7 @@ def _parsed(line: bytes) -> Any:
     except json.JSONDecodeError as error:
         return ValueError(f"is not JSON ({error.msg} at character {error.pos + 1}); correct it")
     except UnicodeEncodeError:
-        why = "has an escape of half a character, \\ud800 to \\udfff; write the character as UTF-8, or as two escapes"
-        return ValueError(why)
+        return ValueError("has an escape of half a character, \\ud800 to \\udfff; write UTF-8, or two escapes")
     except ValueError as error:  # nested too deeply, or not UTF-8
         return ValueError(f"is not JSON ({error}); correct it")
     except TypeError:
