@@ -25,8 +25,9 @@ nodes=$((SLURM_JOB_NUM_NODES - ${SPARE_NODES:-0}))
 check() {
     "$python" -c 'import sys
 from minitron.config import cli, rules
+from minitron.interop.base import load
 with cli.user_errors():
-    rules.check(cli.load(sys.argv[2:]), int(sys.argv[1]), None)' $((ranks * nodes)) "${@:3}"
+    rules.check(load(sys.argv[2:]), int(sys.argv[1]), None)' $((ranks * nodes)) "${@:3}"
 }
 if [ "$SLURM_PROCID" = 0 ]; then
     check "$@"

@@ -40,8 +40,9 @@ ranks=${RANKS:-$ranks}
 # A mistake in an override is one line here; torchrun would add a page of its own.
 "$python" -c 'import sys
 from minitron.config import cli, rules
+from minitron.interop.base import load
 with cli.user_errors():
-    rules.check(cli.load(sys.argv[2:]), int(sys.argv[1]), None)' "$ranks" configs/quickstart.yaml "$@"
+    rules.check(load(sys.argv[2:]), int(sys.argv[1]), None)' "$ranks" configs/quickstart.yaml "$@"
 
 [ "$gpus" -gt 0 ] && kind=GPU || kind=CPU
 echo "Training on $ranks $kind rank(s); logs, configuration and curve go to $run_dir"

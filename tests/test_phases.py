@@ -18,7 +18,7 @@ import torch
 
 from layouts import config, lowered, mesh_of
 from minitron import pretrain
-from minitron.checkpoint.load import agree, restore
+from minitron.checkpoint.load import ResumePoint, agree, restore
 from minitron.comm.mesh import Mesh
 from minitron.config import cli, rules
 from minitron.config.schema import Config
@@ -168,6 +168,16 @@ def test_a_run_goes_on_in_any_phase_and_layout(ranks, tmp_path, loop):
         done = until
     for name, master in masters_in(tmp_path / "step_00000007").items():
         assert_close_rel(master, weights[name], 1e-5, name)
+
+
+def test_a_finished_run_says_until_which_step_it_has_samples():
+    cfg, log, samples = cli.load([*PHASES, RAMP, SKIP, "train.steps=2"]), mock.Mock(world=1), 44
+    start = ResumePoint(mock.Mock(note=""), True, 2, TRAINED[1], {"train_samples": samples})
+    startup, data = mock.Mock(begun=0.0, parts={"load_seconds": 0.0}), mock.Mock(train=range(samples), info={}, note="")
+    pretrain.describe_run(log, build(cfg, Mesh.offline(1)), data, start, "cpu", startup)
+    kept = Kept(range(samples + 10)).kept
+    most = max(step for step, trained in enumerate(TRAINED, 1) if kept[trained - 1] < samples)
+    assert f"until step {most})" in "".join(call.args[0] for call in log.info.call_args_list)
 
 
 def test_a_range_that_is_added_at_a_resume_begins_where_the_run_is(tmp_path, loop):

@@ -24,7 +24,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
-from minitron.config import cli, rules
+from minitron.config import rules
 from minitron.config.batch import consumed_of, trained_after
 from minitron.config.command import Parser, run
 from minitron.config.files import errors_as, size_of
@@ -86,6 +86,9 @@ def main(argv: list[str]) -> None:
     try:
         cfg, world = from_manifests(sys.stdin.read()) if o.manifests else (weights.load(o.config), o.world)
     except ValueError as error:
+        if o.manifests and isinstance(error, weights.NotHere):
+            say("?", "keys", f"pods alone see the base: {error}")
+            return
         say("wrong", "keys", error)
         raise SystemExit(1) from None
     job = Job(cfg, world, machine, o.manifests)
@@ -119,7 +122,8 @@ def from_manifests(text: str) -> tuple[Config, int]:
     env = {entry["name"]: entry.get("value") for entry in container["env"]}
     origin = "config.yaml of the ConfigMap"
     tree = parse_mapping(documents["ConfigMap"]["data"]["config.yaml"], origin)
-    return cli.load(container.get("args", []), (tree, origin)), int(env["NNODES"]) * int(env["GPUS_PER_NODE"])
+    cfg = weights.load(container.get("args", []), [(tree, origin)])
+    return cfg, int(env["NNODES"]) * int(env["GPUS_PER_NODE"])
 
 
 # ---- the parts: each returns what is fine about it, or raises --------------------------------------------------------

@@ -45,6 +45,7 @@ from minitron.data.corpus import build_corpus
 from minitron.data.sft import encode_chat, encode_prompt
 from minitron.data.tokenizers import Tokenizer
 from minitron.interop import hf
+from minitron.interop.hf_tokenizer import spec_of
 from minitron.interop.tokenizers import load_tokenizer
 from minitron.interop.weights import best_kind, config_of, open_weights
 from minitron.kernels.attention import Backend, Forward, Options
@@ -104,7 +105,7 @@ def main(argv: list[str]) -> None:
         answer = list(generate(model, prompt, o.max_tokens, stop, draw))
         # a SentencePiece model drops the space before the first token it decodes
         answered = tokenizer.decode(prompt + answer)[len(tokenizer.decode(prompt)) :]
-        print(("" if o.chat else text) + answered + "\n", flush=True)
+        print((answered.strip() if o.chat else text + answered) + "\n", flush=True)
 
 
 def encode_question(messages: list[dict[str, str]], tokenizer: Tokenizer) -> list[int]:
@@ -220,7 +221,7 @@ def load_model(
     saved = config_of(reader)
     precision = PrecisionConfig(dtype or saved.precision.dtype)
     cfg = Config(model=saved.model, data=saved.data, precision=precision)
-    words = find_tokenizer(folder, tokenizer, cfg, data, cache_dir)
+    words = find_tokenizer(folder, tokenizer or spec_of(reader, data), cfg, data, cache_dir)
     # The number of keys varies as documents' lengths do; cuDNN would compile a plan for each.
     cfg = changed(cfg, data=dict(separate_documents=True))
     model = whole_model(cfg, Mesh.offline(device=device)).eval()
@@ -232,14 +233,13 @@ def load_model(
     return model, words, cfg
 
 
-def find_tokenizer(folder: Path, spec: str | None, cfg: Config, data: dict, cache_dir: str) -> Tokenizer:
-    """Load the tokenizer of `spec`, or of the run that saved `folder`. data: that run's state of its data."""
-    if spec is None and (not data or (cfg.data.tokenizer == "corpus" and data.get("source") not in ("corpus", "sft"))):
+def find_tokenizer(folder: Path, chosen: str | None, cfg: Config, data: dict, cache_dir: str) -> Tokenizer:
+    """Load the tokenizer `chosen`, if it is that of the run that saved `folder`. data: that run's state of its data."""
+    if chosen is None:
         raise ValueError(
             f"{folder} does not say which tokenizer it was trained with; give --tokenizer=llama3:FILE, "
             "gpt2:DIR, llama2:FILE, hf:DIR, bytes or corpus"
         )
-    chosen = spec or cfg.data.tokenizer
     if chosen == "corpus":
         tokenizer = build_corpus(Cache(Path(cache_dir).expanduser()), cfg.model.vocab_size).tokenizer
     else:

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an 
 
 import torch
 
-from minitron.config import cli, rules
+from minitron.config import rules
 from minitron.config.batch import final
 from minitron.config.command import Parser, positive, run
 from minitron.config.files import errors_as
@@ -35,6 +35,7 @@ from minitron.config.schema import (
     ProfileConfig,
     changed,
 )
+from minitron.interop.base import load
 from minitron.planner.dryrun.trace import block_events, dry_trace, held, real_trace
 from minitron.planner.machine import DEVICES, Machine, choose_machine
 from minitron.planner.page import Tour, few_microbatches, html, judged
@@ -50,7 +51,7 @@ Start = Callable[..., list]  # start(world, function, *arguments): what each ran
 
 def main(argv: list[str]) -> None:
     o = parse(argv)
-    cfg = cli.load(o.config)
+    cfg = load(o.config)
     world = o.world or cfg.parallel.tp * cfg.parallel.pp * cfg.parallel.cp
     rules.check(cfg, world)
     machine = choose_machine(o.device, None, path=DEVICES) if o.device else None

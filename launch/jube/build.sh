@@ -16,5 +16,6 @@ if [ -n "${DATASET:-}" ] && [ ! -e "${PREFIX}_text_document.idx" ]; then
 fi
 "$python" -c 'import sys
 from minitron.config import cli, rules
+from minitron.interop.base import load
 with cli.user_errors():
-    rules.check(cli.load(sys.argv[2:]), int(sys.argv[1]))' "$@"
+    rules.check(load(sys.argv[2:]), int(sys.argv[1]))' "$@"

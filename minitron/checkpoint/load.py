@@ -298,7 +298,9 @@ def check_data(start: ResumePoint, info: Mapping[str, Any]) -> None:
 
 def _check_run(reader: Reader, cfg: Config) -> None:
     """Raise CheckpointError unless the saved run had this model, and trained the same of it."""
-    check_model(reader, cfg, STRUCTURE + MEANING)
+    base = config_of(reader).finetune.base
+    named = OTHER_MODEL if base is None or base_of(cfg) else f"add finetune.base={base}, as the run had it"
+    check_model(reader, cfg, STRUCTURE + MEANING, named)
     saved, ours = map(_trained, (config_of(reader), cfg))
     _require_equal(reader, "is of another run", saved, ours, "use its values, or another checkpoint.dir")
 

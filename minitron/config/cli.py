@@ -20,7 +20,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -37,6 +37,7 @@ from minitron.config.text import MAX_DEPTH, Unquoted, from_json, parse, read_fil
 
 QUIET_SECONDS = 3.0
 Load = Callable[[list[str]], Config]  # from files and overrides to a Config
+Tree = tuple[dict, str]  # a mapping from JSON or a file, and its origin for errors
 
 
 def configure(description: str, argv: list[str] | None = None, read: Load | None = None) -> Config:
@@ -97,12 +98,13 @@ def user_errors(kind: type[ValueError] = ValueError, *, quiet: bool = False) -> 
         raise SystemExit(getattr(error, "status", 1)) from None
 
 
-def load(argv: list[str], under: tuple[dict, str] | None = None) -> Config:
+def load(argv: list[str], under: Tree | None = None, first: Sequence[Tree] = ()) -> Config:
     """Return the Config of YAML files and overrides. Raises ValueError for any other argument and for a wrong value.
 
-    under: a mapping over which files and overrides win, and its origin for errors.
+    under: over which files and overrides win. first: is read like a file, before those of argv.
     """
-    files, overrides = [] if under is None else [(from_json(under[0]), f"{under[1]}: ")], []
+    trees = first if under is None else (under, *first)
+    files, overrides = [(from_json(tree), f"{origin}: ") for tree, origin in trees], []
     for arg in argv:
         if not arg.startswith("-") and re.match(r"[\w.]+=", arg):
             overrides.append(_override(arg))

@@ -18,6 +18,7 @@ Left out: `corpus` and `bytes`, for which transformers has no tokenizer.
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from minitron.checkpoint.reader import Reader
@@ -131,9 +132,12 @@ def find_kept(reader: Weights) -> Path | None:
     return None
 
 
-def spec_of(reader: Weights) -> str | None:
-    """Return data.tokenizer as weights were trained with it, or that of their source; None if there is none."""
-    if (own := config_of(reader).data.tokenizer) != "corpus":
+def spec_of(reader: Weights, data: Mapping[str, object]) -> str | None:
+    """Return data.tokenizer as weights were trained with it, or that of their source; None if there is none.
+
+    data: the state of the data in their checkpoint, {} if there is none.
+    """
+    if (own := config_of(reader).data.tokenizer) != "corpus" or data.get("source") in ("corpus", "sft"):
         return own
     folder = reader.path if reader.index.name == "config.json" else find_kept(reader)
     return next((spec.format(folder) for name, spec in SPECS.items() if folder and (folder / name).is_file()), None)

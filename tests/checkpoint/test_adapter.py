@@ -19,7 +19,7 @@ from layouts import config
 from minitron import finetune, pretrain
 from minitron.checkpoint.format import CheckpointError
 from minitron.config import cli, rules
-from minitron.config.schema import Config
+from minitron.config.schema import Config, changed
 from minitron.interop import base, hf
 from minitron.interop.base import load as filled
 from minitron.interop.weights import MergedAdapter, fingerprint, open_weights
@@ -154,6 +154,12 @@ def test_a_base_brings_its_model_and_tokenizer(bases, tmp_path, imported):
     argv.append("data.source=sft")
     assert filled(argv).data.tokenizer == f"hf:{kept}"
     assert filled([*argv, "data.tokenizer=bytes"]).data.tokenizer == "bytes"
+    for file in kept.glob("tokenizer.json"):
+        file.unlink()
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        filled(argv)
+    assert filled([*argv, "data.tokenizer=corpus"]).data.tokenizer == "corpus"  # as is said
+    argv.append("data.tokenizer=bytes")
     recipe = tmp_path / "recipe.yaml"
     wrong = dict(num_layers=9, hidden_size=2, ffn_hidden_size=3, num_heads=1, vocab_size=9, norm_eps=0.5)
     recipe.write_text(json.dumps({"model": wrong, "train": {"steps": 7}}))
@@ -198,6 +204,8 @@ def test_all_weights_from_hugging_face_and_back(ranks, bases, tmp_path):
     figures = ranks(2, leg, in_layout(cfg, tp=2), 2)[0] + ranks(2, leg, in_layout(cfg, pp=2), 4)[0]
     expected = whole(dataclasses.replace(cfg, checkpoint=Config().checkpoint), 4)
     assert [f["loss"] for f in figures] == pytest.approx([f["loss"] for f in expected], rel=1e-5)
+    with pytest.raises(CheckpointError, match=f"add finetune.base={bases('llama')}"):
+        start_trainer(changed(cfg, finetune={"base": None}, model={"num_layers": 9}))
     convert("export", tmp_path / "run", tmp_path / "out")
     trainer, _ = start_trainer(cfg)
     with torch.no_grad():

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import transformers
 
+import warm
 from minitron.data.indexed import IndexedWriter
 from slurm_cluster import Cluster
 from tools import check_job
@@ -269,14 +271,47 @@ def test_helm_values(stage, more, part, message):
         assert status == 1 and found[part][0] == "wrong" and message in found[part][1], found
 
 
+def manifests(config: str, *arguments: str) -> io.StringIO:
+    """What `helm template` prints of a job on 8 GPUs, as far as it is read."""
+    env = [{"name": "NNODES", "value": "1"}, {"name": "GPUS_PER_NODE", "value": "8"}]
+    job = {"kind": "Job", "spec": {"template": {"spec": {"containers": [{"env": env, "args": list(arguments)}]}}}}
+    return io.StringIO("\n---\n".join(map(json.dumps, ({"kind": "ConfigMap", "data": {"config.yaml": config}}, job))))
+
+
 def test_what_pods_alone_see_is_not_called_missing(monkeypatch, capsys):
     config = "train: {global_batch_size: 32}\ndata: {source: indexed, paths: [/gcs/web]}\n"
-    container = {"env": [{"name": "NNODES", "value": "1"}, {"name": "GPUS_PER_NODE", "value": "8"}]}
-    job = {"kind": "Job", "spec": {"template": {"spec": {"containers": [container]}}}}
-    text = "\n---\n".join(map(json.dumps, ({"kind": "ConfigMap", "data": {"config.yaml": config}}, job)))
-    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    monkeypatch.setattr("sys.stdin", manifests(config))
     check_job.main(["--manifests"])
     assert "?      data       data.paths: pods alone see what lies there\n" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A folder that describes a model of 3 layers. The default has 4."""
+    folder = tmp_path_factory.mktemp("base")
+    sizes = dict(hidden_size=48, intermediate_size=96, num_hidden_layers=3, num_attention_heads=6, vocab_size=99)
+    transformers.LlamaConfig(**sizes, tie_word_embeddings=False).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("script", ["node.sh", "jube/build.sh", "helm/files/pod.sh", "quickstart.sh"])
+def test_a_job_s_first_check_reads_the_sizes_of_its_base(base, script):
+    code = re.search(r" -c '(import sys.*?)'", (ROOT / "launch" / script).read_text(), re.S)[1]
+    words = ["finetune.kind=sft", f"finetune.base={base}", "data.source=mock"]
+    done = warm.run("-c", code, 3, *words, "parallel.pp=3")
+    assert done.returncode == 0, done.stderr
+    done = warm.run("-c", code, 4, *words, "parallel.pp=4")
+    assert done.returncode == 1 and "model.num_layers=3" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_manifests_of_a_fine_tuning(base, monkeypatch, capsys, tmp_path):
+    """A null of the arguments drops what config.yaml has set, and the base's counts."""
+    config = f"{{finetune: {{kind: sft, base: {base}}}, data: {{source: mock}}, model: {{num_layers: 9}}}}"
+    cfg, world = check_job.from_manifests(manifests(config, "model.num_layers=null", "train.steps=3").read())
+    assert (world, cfg.model.num_heads, cfg.model.num_layers, cfg.train.steps) == (8, 6, 3, 3)
+    monkeypatch.setattr("sys.stdin", manifests(config.replace(str(base), f"{tmp_path}/no"), "model=null"))
+    check_job.main(["--manifests"])
+    assert capsys.readouterr().out.startswith("?      keys       pods alone see")
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,9 @@ done
 # A mistake in the configuration is one line here; torchrun would add a page of its own for each rank.
 hparams=$(python -c 'import sys
 from minitron.config import cli, rules
+from minitron.interop.base import load
 with cli.user_errors():
-    cfg = cli.load(sys.argv[2:])
+    cfg = load(sys.argv[2:])
     rules.check(cfg, int(sys.argv[1]))
     print(cli.to_yaml(cfg), end="")' $((NNODES * GPUS_PER_NODE)) "$CONFIG" "$@")
 mkdir -p "$ARTIFACTS"
