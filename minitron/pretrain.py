@@ -233,8 +233,8 @@ def describe_run(log: Log, trainer: Trainer, data: Datasets, start: ResumePoint,
         most = step_after(cfg, start, len(data.train) + 1) - 1
         until = f" (its samples are laid out until step {most})" if "train_samples" in start.data else ""
         notes.append(
-            f"no step is left: {start.reader.path} has done train.steps={cfg.train.steps}. Raise train.steps{until}, "
-            f"or start another run from its weights: checkpoint.load={start.reader.path}, with another checkpoint.dir"
+            f"no step is left: {start.reader.path} has done train.steps={cfg.train.steps}. Raise train.steps{until} or "
+            f"train.epochs, or start another run from its weights: checkpoint.load={start.reader.path}, with another checkpoint.dir"
         )
     for note in filter(None, notes):
         log.info(note)

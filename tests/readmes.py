@@ -1,10 +1,10 @@
-"""The manual, as tests read it: every README, and the code blocks in them."""
+"""The manual, as tests read it: every README and page, and the code blocks in them."""
 
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-READMES = sorted([*ROOT.glob("*.md"), *ROOT.glob("[a-z]*/README.md")])
+READMES = sorted([*ROOT.glob("*.md"), *ROOT.glob("[a-z]*/*.md")])
 
 
 def blocks(path: Path, language: str = "") -> list[str]:

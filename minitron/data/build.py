@@ -268,4 +268,5 @@ def check_maker(prefix: str, spec: str, tokenizer: Tokenizer | None, vocab_size:
 def check_vocabulary(needed: int, whose: str, vocab_size: int) -> None:
     if needed > vocab_size:
         why = f"model.vocab_size={vocab_size} is smaller than the {needed} ids of {whose}"
-        raise ValueError(f"{why}; set model.vocab_size={needed}")
+        fix = "or name another tokenizer, since weights that exist have their size"
+        raise ValueError(f"{why}; set model.vocab_size={needed}, {fix}")

@@ -32,6 +32,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from copy import copy
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -124,9 +125,13 @@ class TokenizedFiles:
         return np.concatenate(parts, dtype=np.int64)[:limit], answers[:limit]
 
     def _listed(self, first: Iterable[Defect], count: int) -> str:
-        """Name the first of `count` defective rows."""
-        words = [f"{self.paths[file]}: row {row} {why}" for file, row, why in first]
-        return "; ".join(words + [f"and {count - len(words):,} more"] * (count > len(words)))
+        """Name the first of `count` defective rows. Those that follow each other with one defect share its words."""
+        words, named = list[str](), 0
+        for (file, why), same in groupby(first, key=lambda defect: (defect[0], defect[2])):
+            rows = [str(row) for _, row, _ in same]
+            words.append(f"{self.paths[file]}: row {', '.join(rows)} {why}")
+            named += len(rows)
+        return "; ".join(words + [f"and {count - named:,} more"] * (count > named))
 
 
 class SFTDataset:
@@ -195,8 +200,8 @@ def encode_chat(messages: Sequence[dict[str, Any]], tokenizer: Tokenizer, specia
     Raises ValueError for a tokenizer without Llama 3's special tokens.
     """
     if not tokenizer.special.keys() >= set(HEADER):
-        fix = "set data.tokenizer=llama3:FILE, or hf:DIR with a chat_template; or write prompt and completion"
-        raise ValueError(f"chat messages need the special tokens of Llama 3; {fix}")
+        fix = "set data.tokenizer=hf:DIR, with a chat_template.jinja in it; or write prompt and completion"
+        raise ValueError(f"chat messages need a chat template, or the special tokens of Llama 3; {fix}")
     begin, end, eot = (tokenizer.special[name] for name in HEADER)
     parts: list[list[int]] = []
     bos = tokenizer.special.get("<|begin_of_text|>") if tokenizer.bos is None else tokenizer.bos

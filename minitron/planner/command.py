@@ -39,6 +39,8 @@ from minitron.planner.plan import Plan, available_gib, plan
 from minitron.planner.search import Found, search
 from minitron.planner.work import HIDDEN
 
+TOKENS = 1e12
+
 
 def main(argv: list[str], load: cli.Load = cli.load) -> None:
     """Run the command. load: reads files and overrides."""
@@ -76,7 +78,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--fabric", help="of the same table (default: the device's usual one)")
     add("--software", choices=SOFTWARE, default="minitron", help="whose kernels and overlap (default: minitron)")
     add("--devices", type=Path, default=DEVICES, metavar="FILE", help="the table (default: planner/devices.json)")
-    add("--tokens", type=positive(float), default=1e12, help="of a whole training (default: 1e12)")
+    add("--tokens", type=positive(float), default=TOKENS, help="of a whole training (default: %(default)g)")
     add("--json", action="store_true", help="print one object instead of a table")
     add("--search", action="store_true", help="rank all layouts")
     add("--count", type=positive(int), default=5, help="layouts that --search shows (default: 5)")
@@ -152,6 +154,7 @@ def mfu(job: Plan) -> str:
 
 def table(job: Plan, o: argparse.Namespace, options: Options) -> str:
     total, seconds, tokens = job.memory.total(), job.step_seconds, o.tokens
+    whole = job.cfg.finetune.kind is None or tokens != TOKENS  # no fine-tuning reads so many
     lines = [
         f"{job.world} x {job.machine.device.gpu}: {layout(job.cfg, job.world)}",
         "",
@@ -166,8 +169,8 @@ def table(job: Plan, o: argparse.Namespace, options: Options) -> str:
         lines.append(f"  and {job.graph_gib:17.2f} GiB more if steps are recorded as CUDA graphs{why}")
     lines += [
         "",
-        f"step   {seconds:8.3f} s   MFU {mfu(job)}   {job.tokens_per_second:,.0f} tokens/s   "
-        f"{tokens / job.tokens_per_second / 86400:,.1f} days for {tokens:g} tokens",
+        f"step   {seconds:8.3f} s   MFU {mfu(job)}   {job.tokens_per_second:,.0f} tokens/s"
+        + f"   {tokens / job.tokens_per_second / 86400:,.1f} days for {tokens:g} tokens" * whole,
     ]
     for part, meaning in MEANINGS.items():
         hidden = job.seconds[part.replace("_exposed", "_hidden")] if part.endswith("_exposed") else 0.0
@@ -180,7 +183,7 @@ def table(job: Plan, o: argparse.Namespace, options: Options) -> str:
     if not job.fits or job.stays_eager:
         lines += ["", *memory_keys(job, options)]
     lines += ["", *failure_report(job, o)]
-    return "\n".join([*lines, cost.cost_line(job, tokens, goodput(job, o))])
+    return "\n".join(lines + [cost.cost_line(job, tokens, goodput(job, o))] * whole).rstrip()
 
 
 def host_remedy(job: Plan) -> str:

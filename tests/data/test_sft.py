@@ -349,10 +349,7 @@ def turns(*roles, content="x"):
         (turns("user", "user", "assistant", "assistant"), "has the roles user, user, assistant, assistant;"),
         (turns("user", "tool"), "has the roles user, tool;"),
         (turns("user", "assistant", content=" "), "has an empty answer of the assistant; fill it in"),
-        (
-            turns("user", "assistant"),
-            "chat messages need the special tokens of Llama 3; set data.tokenizer=llama3:FILE",
-        ),
+        (turns("user", "assistant"), "chat messages need a chat template"),
         (
             {"prompt": "?" * (S + 1), "completion": "b"},
             "has a prompt of 65 tokens, .* train.seq_len=64 .* data.too_long=skip",

@@ -248,7 +248,7 @@ def test_mistakes_are_one_line(tuned, hugging_face, llama3_file, tmp_path):  # n
         ),
         ([folder, "--tokenizer", "bytes", "--prompt", ""], "a prompt of 0 tokens"),
         ([folder, *good, "--system", "b"], "--system has no effect without --chat"),
-        ([folder, *good, "--chat"], "chat messages need the special tokens of Llama 3"),
+        ([folder, *good, "--chat"], "chat messages need a chat template"),
         ([folder, "--prompt", "a", "--tokenizer", "word"], "--tokenizer='word' is none of"),
         (
             [tmp_path / "nothing", *good],
