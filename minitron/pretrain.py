@@ -234,7 +234,8 @@ def describe_run(log: Log, trainer: Trainer, data: Datasets, start: ResumePoint,
         until = f" (its samples are laid out until step {most})" if "train_samples" in start.data else ""
         notes.append(
             f"no step is left: {start.reader.path} has done train.steps={cfg.train.steps}. Raise train.steps{until} or "
-            f"train.epochs, or start another run from its weights: checkpoint.load={start.reader.path}, with another checkpoint.dir"
+            f"train.epochs, or start another run from its weights: checkpoint.load={start.reader.path}, with another "
+            "checkpoint.dir"
         )
     for note in filter(None, notes):
         log.info(note)
