@@ -6,9 +6,12 @@
 
     {"instruction": "Add.", "input": "1 2", "output": "3"}                            Alpaca
     {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", ...}]}       ShareGPT
+    {"prompt": [{"role": "user", ...}], "completion": [{"role": "assistant", ...}]}   TRL
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}, ...]}  OpenAI: parts, which are joined
+    {"prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}, ...]}            UltraChat: a question twice
 
-Every file becomes lines of JSON, each a row. Those of Alpaca and ShareGPT get messages, with the text of a key `system`
-as the first one. Any other row stays as it is: data/sft.py encodes messages, and prompt and completion.
+Every file becomes lines of JSON, each a row. Those above get messages, of Alpaca and ShareGPT with the text of a key
+`system` as the first one. Any other row stays as it is: data/sft.py encodes messages, and prompt and completion.
 
 Left out: Alpaca's `history`.
 """
@@ -66,36 +69,66 @@ def _parsed(line: bytes) -> Any:
         row = parse_json(line.rstrip())
         if b"\\ud" in line.lower():  # tokenizers raise, or replace it silently
             json.dumps(row, ensure_ascii=False).encode()
-        return to_messages(row)
     except json.JSONDecodeError as error:
         return ValueError(f"is not JSON ({error.msg} at character {error.pos + 1}); correct it")
     except UnicodeEncodeError:
         return ValueError("has an escape of half a character, \\ud800 to \\udfff; write UTF-8, or two escapes")
     except ValueError as error:  # nested too deeply, or not UTF-8
         return ValueError(f"is not JSON ({error}); correct it")
+    try:
+        return to_messages(row)
+    except ValueError as error:
+        return error
     except TypeError:
         return ValueError("has an instruction, input, output or conversations that are no text or list; correct them")
 
 
 def to_messages(row: Any) -> Any:
-    """Add messages to a row of Alpaca or ShareGPT. Raises TypeError for a value that is no text or list."""
-    if not isinstance(row, dict) or {"prompt", "completion", "messages"} & row.keys():
+    """Give messages of texts to a row of others. Raises TypeError for a value that is no text or list; ValueError."""
+    turns = _turns(row) if isinstance(row, dict) else None
+    if not isinstance(turns, list):
         return row
-    if "conversations" in row:
-        turns = [_message(turn) for turn in row["conversations"]]
-    elif {"instruction", "output"} <= row.keys():
-        asked = "\n\n".join(text for text in (row["instruction"], row.get("input") or "") if text != "")
-        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": row["output"] + ""}]
-    else:
-        return row
+    others = {key: row[key] for key in row.keys() - {"prompt", "completion"}}
+    return others | {"messages": [_joined(turn) for turn in turns]}
+
+
+def _turns(row: dict[str, Any]) -> Any:
+    """Return the messages of a row; None if it has none."""
+    given, found = {"prompt", "completion", "messages"} & row.keys(), row.get("messages")
+    if given == {"messages"}:
+        return found
+    if given == {"prompt", "messages"} and isinstance(found, list):
+        return found if {"role": "user", "content": row["prompt"]} in found else None
+    if given == {"prompt", "completion"} and all(isinstance(row[key], list) for key in given):
+        if any(isinstance(turn, dict) and turn.get("role") == "assistant" for turn in row["prompt"]):
+            raise ValueError("has an answer in its prompt, and every answer is trained; write them as messages")
+        return row["prompt"] + row["completion"]
     system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
-    return row | {"messages": system + turns}
+    if not given and "conversations" in row:
+        return system + [_message(turn) for turn in row["conversations"]]
+    if not given and {"instruction", "output"} <= row.keys():
+        asked = "\n\n".join(text for text in (row["instruction"], row.get("input") or "") if text != "")
+        return [*system, {"role": "user", "content": asked}, {"role": "assistant", "content": row["output"] + ""}]
+    return None
 
 
 def _message(turn: Any) -> Any:
     if not (isinstance(turn, dict) and "from" in turn):
         return turn
     return {"role": ROLES.get(turn["from"], turn["from"]), "content": turn.get("value")}
+
+
+def _joined(turn: Any) -> Any:
+    """Join the texts of a message's parts. Raises ValueError for a part that is no text, as an image."""
+    if not (isinstance(turn, dict) and isinstance(turn.get("content"), list)):
+        return turn
+    parts = [part if isinstance(part, dict) else {} for part in turn["content"]]
+    for part in parts:
+        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(
+                f"has a part of type {part.get('type')} in its content, and only text is read; leave it out"
+            )
+    return turn | {"content": "".join(part["text"] for part in parts)}
 
 
 def without_nulls(value: Any) -> Any:

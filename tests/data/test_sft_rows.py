@@ -5,6 +5,7 @@ import json
 import math
 import re
 import resource
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from minitron import pretrain
 from minitron.config import cli, rules
 from minitron.data import build, sft
 from minitron.data.cache import Cache
-from minitron.data.sft import SHOWN, TokenizedFiles
+from minitron.data.sft import SHOWN, TokenizedFiles, encode_row
 from minitron.interop.rows import READERS, read_rows
 from minitron.interop.tokenizers import ByteTokenizer, load_tokenizer
 from test_pretrain import records
@@ -77,6 +78,35 @@ def schema_of(pyarrow):
     return columns | {"conversations": turns("from", "value"), "messages": turns("role", "content", "name")}
 
 
+def in_parts(content):
+    return [{"type": "text", "text": content[:2]}, {"type": "text", "text": content[2:]}]
+
+
+PARTS = [m | {"content": in_parts(m["content"])} for m in ASKED[1]]
+ALIKE = [
+    {"messages": PARTS},
+    {"messages": ASKED[1], "prompt": "the", "prompt_id": "7"},
+    {"conversations": PARTS, "prompt": None},
+    {"prompt": ASKED[0][:1], "completion": [ASKED[0][1] | {"content": in_parts("it")}]},
+]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_parts_and_prompts_of_messages_are_messages(tmp_path, llama3_file, kind):  # noqa: F811
+    """OpenAI's parts, UltraChat's question beside the messages, TRL's prompt and completion of messages."""
+    for number, row in enumerate(ALIKE):
+        path = tmp_path / f"{number}.{kind}"
+        if kind == "jsonl":
+            write(tmp_path, [{key: value for key, value in row.items() if value is not None}], path.name)
+        else:
+            pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+            parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+        ((_, found),) = read_rows(str(path))
+        assert found["messages"] == ASKED["completion" not in row]
+        assert not {"prompt", "completion"} & found.keys()
+        encode_row(found, load_tokenizer(f"llama3:{llama3_file}"), False, Counter())
+
+
 @pytest.mark.parametrize(
     "row, message",
     [
@@ -85,6 +115,10 @@ def schema_of(pyarrow):
         ({"conversations": [{"from": "gpt", "value": "x"}]}, "the roles assistant"),
         ({"conversations": "x"}, "messages that are no list"),
         ({"conversations": [{"from": "human"}]}, "messages that are no list"),
+        ({"prompt": "x", "messages": ASKED[0]}, "messages, prompt of the keys"),
+        ({"prompt": ASKED[0], "completion": ASKED[0]}, "an answer in its prompt"),
+        ({"messages": [message("user", [{"type": "image_url", "image_url": {}}])]}, "a part of type image_url"),
+        ({"messages": [message("user", ["x"])]}, "a part of type None"),
     ],
 )
 def test_bad_rows_of_others(tmp_path, row, message):
