@@ -132,10 +132,10 @@ def find_kept(reader: Weights) -> Path | None:
     return None
 
 
-def spec_of(reader: Weights, data: Mapping[str, object]) -> str | None:
+def spec_of(reader: Weights, data: Mapping[str, object] = {}) -> str | None:
     """Return data.tokenizer as weights were trained with it, or that of their source; None if there is none.
 
-    data: the state of the data in their checkpoint, {} if there is none.
+    data: the state of the data in their checkpoint.
     """
     if (own := config_of(reader).data.tokenizer) != "corpus" or data.get("source") in ("corpus", "sft"):
         return own
