@@ -27,10 +27,9 @@ A special token in the text of a row counts as text, and is reported; `data.spec
 """
 
 import hashlib
-import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from itertools import groupby
 from pathlib import Path
@@ -229,7 +228,7 @@ def encode_row(row: Any, tokenizer: Tokenizer, special: bool, counts: Counter[st
         found = ", ".join(sorted(keys)) or "none"
         fix = "give prompt and completion, or messages (or the keys of Alpaca or ShareGPT)"
         raise ValueError(f"has {found} of the keys prompt, completion and messages; {fix}")
-    texts = json.dumps([row.get(key) for key in (*keys, "tools")], ensure_ascii=False)
+    texts = "\0".join(_texts([row.get(key) for key in (*keys, "tools")]))
     counts["special"] += any(text in texts for text in tokenizer.special)
     if "messages" in keys:
         return _encode_messages(row, tokenizer, special, counts)
@@ -239,6 +238,15 @@ def encode_row(row: Any, tokenizer: Tokenizer, special: bool, counts: Counter[st
         raise ValueError("has an empty completion; fill it in, or drop the row")
     answer = [*tokenizer.encode(row["completion"], special), tokenizer.eod]
     return [encode_prompt(row["prompt"], tokenizer, special), answer]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield all texts in a JSON value, but for the keys of its objects."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _texts(item)
 
 
 def _encode_messages(row: dict[str, Any], tokenizer: Tokenizer, special: bool, counts: Counter[str]) -> list[list[int]]:

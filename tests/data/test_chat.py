@@ -514,6 +514,13 @@ def test_special_tokens_of_a_chat_are_text_unless_they_are_asked_for(bpe):
     ours.chat.close()
 
 
+def test_what_json_writes_around_texts_is_no_special_token_in_them(bpe):
+    ours, counts = ours_of(of_transformers(bpe, CHATML, special=("<|im_start|>", "<|im_end|>", "[{", '"}'))), Counter()
+    for text, count in ("a", 0), ("a [{", 1):
+        encode_row({"messages": said(text, "b")}, ours, False, counts)
+        assert counts["special"] == count
+
+
 def test_special_tokens_of_a_prompt_are_text_unless_they_are_asked_for(bpe, tmp_path):
     theirs = of_transformers(bpe, CHATML)
     ours, row = ours_of(theirs), {"prompt": "<|im_start|>user\nHi<|im_end|>", "completion": " a<|im_end|>"}
