@@ -119,7 +119,9 @@ def _message(turn: Any) -> Any:
 
 
 def _joined(turn: Any) -> Any:
-    """Join the texts of a message's parts. Raises ValueError for a part that is no text, as an image."""
+    """Join the texts of a message's parts. Raises ValueError for an image, and for OpenAI's weight 0."""
+    if isinstance(turn, dict) and turn.get("role") == "assistant" and turn.get("weight") == 0:
+        raise ValueError("has an answer of weight 0, and every answer is trained; cut the chat before it")
     if not (isinstance(turn, dict) and isinstance(turn.get("content"), list)):
         return turn
     parts = [part if isinstance(part, dict) else {} for part in turn["content"]]

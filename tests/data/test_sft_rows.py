@@ -119,6 +119,7 @@ def test_parts_and_prompts_of_messages_are_messages(tmp_path, llama3_file, kind)
         ({"prompt": ASKED[0], "completion": ASKED[0]}, "an answer in its prompt"),
         ({"messages": [message("user", [{"type": "image_url", "image_url": {}}])]}, "a part of type image_url"),
         ({"messages": [message("user", ["x"])]}, "a part of type None"),
+        ({"messages": [*ASKED[1], message("assistant", "x") | {"weight": 0}]}, "an answer of weight 0"),
     ],
 )
 def test_bad_rows_of_others(tmp_path, row, message):
