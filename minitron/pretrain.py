@@ -231,9 +231,9 @@ def describe_run(log: Log, trainer: Trainer, data: Datasets, start: ResumePoint,
             notes += [f"{'resumed from' if resumed else 'weights of'} {reader.path}", reader.note]
     if start.resume and start.step >= cfg.train.steps:
         most = step_after(cfg, start, len(data.train) + 1) - 1
-        until = f" (its samples are laid out until step {most})" if "train_samples" in start.data else ""
+        until = f" (to {most} at most: its order of samples is as long)" if "train_samples" in start.data else ""
         notes.append(
-            f"no step is left: {start.reader.path} has done train.steps={cfg.train.steps}. Raise train.steps{until} or "
+            f"no step is left: {start.reader.path} is not before train.steps={cfg.train.steps}. Raise train.steps{until} or "
             f"train.epochs, or start another run from its weights: checkpoint.load={start.reader.path}, with another "
             "checkpoint.dir"
         )

@@ -13,7 +13,12 @@ others waiting in a collective. The idea:
   4. When a rank raises, dies or is late, the parent raises an error that shows that rank's traceback or stack, and
      replaces the workers. No later job meets a half-finished collective.
 
-A test, with the fixture `ranks` of tests/conftest.py (copy it: five lines):
+A test:
+
+    @pytest.fixture(scope="session")
+    def ranks():
+        with RankPool() as pool:
+            yield pool.run
 
     def sum_of_ranks():
         x = torch.tensor([dist.get_rank()])
@@ -41,7 +46,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
 from itertools import count
@@ -58,6 +63,7 @@ from minitron.comm import collectives as collectives  # with Axis and Mesh: all 
 from minitron.comm.mesh import Axis as Axis
 from minitron.comm.mesh import Mesh as Mesh
 from minitron.config import cli, rules
+from minitron.config.files import errors_as
 from minitron.config.schema import Config
 from minitron.data.loader import Loader
 from minitron.data.mock import MockDataset
@@ -99,8 +105,8 @@ class RankPool(AbstractContextManager):
     def __init__(self, preload: tuple[str, ...] = ()):
         self._context = multiprocessing.get_context("forkserver")
         # symbolic_shapes: the first backward of a process imports it, with all of sympy, in half a second.
-        ours = ("torch", "torch.fx.experimental.symbolic_shapes", "numpy.random", "torch.distributed.device_mesh")
-        self._context.set_forkserver_preload([*ours, __name__, *preload])
+        ours = __name__, "torch.fx.experimental.symbolic_shapes", "numpy.random"
+        self._context.set_forkserver_preload([*ours, *preload])
         self._directory = tempfile.TemporaryDirectory(prefix="minitron-ranks-")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._workers: list[_Worker] = []
@@ -115,11 +121,9 @@ class RankPool(AbstractContextManager):
         """
         if world_size < 1:
             raise ValueError(f"world_size={world_size} is no number of ranks; use 1 or more")
-        try:
+        rule = "pass a function defined at the top of a module, and arguments that pickle, as classes defined there do"
+        with errors_as(ValueError, lambda error: f"cannot send {fn!r} to the ranks: {error}; {rule}", Exception):
             call = pickle.dumps((fn, args, kwargs))
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            rule = "pass a function defined at the top of a module, and arguments that pickle"
-            raise ValueError(f"cannot send {fn!r} to the ranks: {error}; {rule}") from error
         while len(self._workers) < world_size:
             self._workers.append(self._start_worker())
         workers = self._workers[:world_size]
@@ -134,12 +138,11 @@ class RankPool(AbstractContextManager):
             unless_done.pop_all()
         return results
 
-    def close(self) -> None:
+    def close(self, *_) -> None:
         self._kill_workers()
         self._directory.cleanup()
 
-    def __exit__(self, *_) -> None:
-        self.close()
+    __exit__ = close
 
     def _start_worker(self) -> _Worker:
         stack_file = Path(self._directory.name) / f"stack{next(self._numbers)}"
@@ -152,7 +155,6 @@ class RankPool(AbstractContextManager):
     def _kill_workers(self) -> None:
         for worker in self._workers:
             worker.process.kill()
-        for worker in self._workers:
             worker.process.join()
             worker.connection.close()
         self._workers = []
@@ -161,8 +163,7 @@ class RankPool(AbstractContextManager):
 def _collect(workers: list[_Worker], timeout: float, name: str) -> list:
     """Collect the value that each rank returned. Raises RuntimeError if one failed or did not return in time."""
     pending = {worker.connection: rank for rank, worker in enumerate(workers)}
-    results, failures = {}, {}
-    deadline = time.monotonic() + timeout
+    results, failures, deadline = {}, {}, time.monotonic() + timeout
     while pending and (ready := wait(pending, timeout=max(0.0, deadline - time.monotonic()))):
         for connection in ready:
             rank = pending.pop(connection)
@@ -206,17 +207,14 @@ def _serve(connection: Connection, port: int, stack_file: str) -> None:
     gc.freeze()  # no collection writes to pages that the workers share
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    with open(stack_file, "w") as file:
+    with suppress(EOFError), open(stack_file, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
-        try:
-            while True:
-                path, rank, world_size, job, call = connection.recv()
-                sys.path[:] = path
-                connection.send_bytes(_run_job(dist.PrefixStore(job, store), rank, world_size, call))
-                connection.recv()  # all ranks are done: only now may this rank's sockets close
-                dist.destroy_process_group()
-        except EOFError:
-            pass
+        while True:
+            path, rank, world_size, job, call = connection.recv()
+            sys.path[:] = path
+            connection.send_bytes(_run_job(dist.PrefixStore(job, store), rank, world_size, call))
+            connection.recv()  # all ranks are done: only now may this rank's sockets close
+            dist.destroy_process_group()
 
 
 def _run_job(store: dist.Store, rank: int, world_size: int, call: bytes) -> bytes:
@@ -234,20 +232,18 @@ def _run_job(store: dist.Store, rank: int, world_size: int, call: bytes) -> byte
 # ---- comparing ----------------------------------------------------------------------------------------------------
 
 
-def assert_close_rel(actual: Tensor, expected: Tensor, tol: float = 1e-5, name: str = "") -> None:
+def assert_close_rel(actual: Tensor, expected: Tensor, tol: float = 1e-5, name: str = "tensor") -> None:
     """Assert that the norm of actual - expected is at most `tol` times the norm of expected, all in float64.
 
     A norm over the whole tensor, because single elements that nearly cancel carry no relative precision. If expected
     is zero there is nothing to be relative to: then the norm of actual is at most float32's rounding step at 1.
     """
-    label = name or "tensor"
-    assert actual.shape == expected.shape, f"{label}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    assert actual.shape == expected.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
     actual, expected = (x.detach().to("cpu", torch.float64) for x in (actual, expected))
     difference, norm = float((actual - expected).norm()), float(expected.norm())
     bound = tol * norm if norm > 0 else torch.finfo(torch.float32).eps
     # A NaN compares as False, so it fails.
-    measured = f"norm of the difference {difference:.3e} > {bound:.3e}"
-    assert difference <= bound, f"{label}: {measured} (tolerance {tol:g}, norm of the expected tensor {norm:.3e})"
+    assert difference <= bound, f"{name}: norm of the difference {difference:.3e} > {bound:.3e}, {tol:g} of {norm:.3e}"
 
 
 # ---- a change of the model ------------------------------------------------------------------------------------------
@@ -257,7 +253,9 @@ def assert_layouts_agree(run: Callable, classes: dict[str, type], *keys: str, la
     """Assert that a toy trains in each layout as in one process, with `classes` in the place of minitron.model.gpt's.
 
     run: `RankPool.run`, or the fixture `ranks`. classes: by the names that they replace, from modules that can be
-    imported. keys: overrides, as on the command line. Each rank's losses, gradient norms and gradients are compared.
+    imported. keys: overrides, as on the command line. layouts: the ranks and keys of `parallel` of each, as LAYOUTS.
+    Each rank's losses, gradient norms and gradients are compared. A mistake that is the same in every layout, such as
+    a wrong derivative, is not found: compare the class itself with plain torch.
     """
     load = lambda layout: cli.load([*TOY, *keys, *(f"parallel.{key}" for key in layout.split())])
     ((figures, gradients),) = run(1, train_toy, load(""), classes)
@@ -301,9 +299,8 @@ def first_gradients(trainer: Trainer) -> dict[str, tuple[Tensor, Shard | None]]:
     Gradients are sums over all tokens.
     """
     eager, gradients = getattr(trainer.runner, "eager", trainer.runner), dict[str, tuple[Tensor, Shard | None]]()
-    microbatches, finish = trainer.cfg.num_microbatches(trainer.mesh.dp.size), eager.finish
-    scale = float(trainer.scaler.backward_scale(microbatches))
-    shards = {p.spec.name: p.spec.shard for chunk in trainer.chunks for p in chunk.parameters()}
+    scale = float(trainer.scaler.backward_scale(trainer.cfg.num_microbatches(trainer.mesh.dp.size)))
+    finish, shards = eager.finish, {p.spec.name: p.spec.shard for chunk in trainer.chunks for p in chunk.parameters()}
 
     def finish_and_look() -> None:
         finish()

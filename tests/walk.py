@@ -1,6 +1,7 @@
-"""The pictures and excerpts of the walk in minitron/README.md, and the table of names in configs/README.md.
+"""The pictures and excerpts of the walk in minitron/README.md, the table of names in configs/README.md, and the lists
+of keys that editors and the chart read.
 
-    PYTHONPATH=. python tests/walk.py       write them into the pages again, after the code or names.yaml has changed
+    PYTHONPATH=. python tests/walk.py       write them again, after the code, a key or names.yaml has changed
 
 A block of the walk follows a comment that names it: `<!-- picture: mesh -->` or `<!-- code: Trainer.step -->`. A
 function of this file returns the picture. An excerpt is a definition without its docstring. It is named by the end of
@@ -12,6 +13,8 @@ import re
 from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
+from types import NoneType
+from typing import Literal, get_args, get_origin
 
 import numpy as np
 import yaml
@@ -19,6 +22,8 @@ import yaml
 from definitions import Sources
 from minitron.comm.mesh import AXES, Mesh
 from minitron.config.cli import load
+from minitron.config.describe import json_schema
+from minitron.config.schema import Shares, keys
 from minitron.data.gpt import Sample
 from minitron.data.loader import Loader
 from minitron.optim.buckets import bucket_key, plan_buckets
@@ -33,6 +38,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "minitron" / "README.md"
 KEYS_PAGE = ROOT / "configs" / "README.md"
 NAMES = ROOT / "minitron" / "config" / "names.yaml"
+CHART = ROOT / "launch" / "helm" / "files"
 TABLE = re.compile(r"(?<=<!-- table: names -->\n)(?:\|.*\n)*")
 TRAINERS = {"nemo": "NeMo, Megatron-LM", "trl": "TRL, PEFT, transformers", "torchtitan": "torchtitan"}
 BLOCK = re.compile(r"<!-- (picture|code): (\S+) -->\n```\w*\n(.*?)```\n", re.DOTALL)
@@ -198,6 +204,35 @@ def names() -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
+def takes_of(types: tuple) -> str:
+    """What a key takes, in the words of keys.txt: int|auto|null for `int | Literal["auto"] | None`."""
+    words = {str: "text", Shares: "text", NoneType: "null", int: "int", float: "float", bool: "bool"}
+    found = []
+    for kind in types:
+        literals = get_args(kind) if get_origin(kind) is Literal else ()
+        found += literals or ["list" if get_origin(kind) is tuple else words.get(kind, "section")]
+    return "|".join(found)
+
+
+def lists_of_keys() -> dict[Path, str]:
+    """Return the text of each file: the JSON schema, a line a key (its types, and others' names for it), and the names
+    that no key stands for."""
+    takes = {key: takes_of(types) for key, types, _ in keys()}
+    for section in {name.rpartition(".")[0] for name in takes if name.count(".") > 1} - takes.keys():
+        takes[section] = "section|null"
+    rows = yaml.safe_load(NAMES.read_text())
+    theirs = {row: " ".join(dict.fromkeys(" ".join(trainers.values()).split())) for row, trainers in rows.items()}
+    lines = [f"{name} {takes[name]} {theirs.get(name, '')}".rstrip() for name in sorted(takes)]
+    answers = {row: some for row, some in theirs.items() if row not in takes}
+    return {
+        ROOT / "configs" / "schema.json": json_schema() + "\n",
+        CHART / "keys.txt": "\n".join(lines) + "\n",
+        CHART / "answers.yaml": yaml.safe_dump(answers, sort_keys=False, width=10**6),
+    }
+
+
 if __name__ == "__main__":
+    for file, text in lists_of_keys().items():
+        file.write_text(text)
     PAGE.write_text(rendered(PAGE.read_text()))
     KEYS_PAGE.write_text(TABLE.sub(lambda _: names(), KEYS_PAGE.read_text()))

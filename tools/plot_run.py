@@ -424,8 +424,13 @@ def main(argv: list[str]) -> None:
     runs = [read_run(directory) for directory in arguments.run_dirs]
     print(draw(runs, unicode=(sys.stdout.encoding or "").lower().replace("-", "") == "utf8"), end="\n\n")
     print("\n".join(verdict(run) for run in runs))
-    save_png(runs, path, arguments.smooth)
-    print(f"Picture: {printable(path)}")
+    try:
+        save_png(runs, path, arguments.smooth)
+        print(f"Picture: {printable(path)}")
+    except style.NoMatplotlib as error:
+        if arguments.png:
+            raise
+        print(error)  # the curve is above; nothing that was asked for is missing
 
 
 if __name__ == "__main__":

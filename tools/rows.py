@@ -249,7 +249,7 @@ def documents(batch: Batch, keys: tuple[str, ...]) -> Iterator[dict]:
 def _checked(document: Any, keys: tuple[str, ...], where: str) -> dict:
     for key in keys:
         if not isinstance(document, dict) or not isinstance(document.get(key), str):
-            raise ValueError(f"{where} has no text under the key {key!r}; correct {_fix(document, where)}")
+            raise ValueError(f"{where} has no text under the key {key!r}; correct {_fix(document, keys, where)}")
         try:
             document[key].encode()
         except UnicodeEncodeError as error:
@@ -259,8 +259,9 @@ def _checked(document: Any, keys: tuple[str, ...], where: str) -> dict:
     return document
 
 
-def _fix(document: Any, where: str) -> str:
-    """What to correct: a line with texts under other keys wants another --text-field."""
+def _fix(document: Any, keys: tuple[str, ...], where: str) -> str:
+    """What to correct: a line with texts under other keys wants another option."""
     kind = "row" if ": row " in where else "line"
     texts = [key for key, value in document.items() if isinstance(value, str)] if isinstance(document, dict) else []
-    return f"the {kind} or --json-keys" + (f" (it has text under {', '.join(map(repr, texts[:5]))})" if texts else "")
+    option = "--json-keys" if len(keys) > 1 else "--text-field"
+    return f"the {kind} or {option}" + (f" (it has text under {', '.join(map(repr, texts[:5]))})" if texts else "")

@@ -154,8 +154,13 @@ def main(argv: list[str]) -> None:
     times = read(arguments.run_dir)
     print(draw(times, unicode=(sys.stdout.encoding or "").lower().replace("-", "") == "utf8"), end="\n\n")
     print(verdict(times))
-    save_png(times, path := arguments.png or arguments.run_dir / "stragglers.png")
-    print(f"Picture: {printable(path)}")
+    try:
+        save_png(times, path := arguments.png or arguments.run_dir / "stragglers.png")
+        print(f"Picture: {printable(path)}")
+    except style.NoMatplotlib as error:
+        if arguments.png:
+            raise
+        print(error)
 
 
 if __name__ == "__main__":

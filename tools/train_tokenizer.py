@@ -90,7 +90,8 @@ def train_bpe(folder: Path, texts: list[str], vocab_size: int) -> str:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(False, use_regex=False)])
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=True)
+    bar = sys.stderr.isatty()  # elsewhere it is only empty lines
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=bar)
     tokenizer.train_from_iterator(texts, trainer, len(texts))
     tokenizer.add_special_tokens([AddedToken(END, special=True)])  # the last id, as GPT-2's
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -117,8 +117,9 @@ def _meant(prefix: str, name: str, value: Any, siblings: list[str]) -> str:
     for theirs in given:
         if fix := answer(theirs):
             return f"{short(theirs)}; {fix}"
+    named = keys_named(given[0].rpartition(".")[2])
     close = [prefix + match for match in difflib.get_close_matches(name, siblings, n=1)]
-    if meant := close + keys_named(name):
+    if meant := named if isinstance(value, dict) and named else close + named:
         return f"{short(given[0])}; did you mean {' or '.join(meant)}?"
     return f"{short(given[0])}; use one of {', '.join(prefix + sibling for sibling in siblings)}"
 

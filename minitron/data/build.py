@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from minitron.config.files import errors_as
 from minitron.config.schema import DataConfig
 from minitron.config.sizes import MOCK_DOCUMENT
 from minitron.config.text import NUMBER
@@ -204,8 +203,9 @@ def parse_paths(paths: Sequence[str], grouped: bool = False) -> tuple[list[str],
     rule = "give one prefix, or weight and prefix in turn, as in [0.7, web_text_document, 0.3, code_text_document]"
     if not paths or len(paths) % 2:
         raise ValueError(f"data.paths={paths} has {len(paths)} entries; {rule}")
-    with errors_as(ValueError, lambda error: f"data.paths={paths}: {error}; {rule}", ValueError):
-        weights = [float(weight) for weight in paths[::2]]
+    if words := [weight for weight in paths[::2] if not re.fullmatch(NUMBER, weight)]:
+        raise ValueError(f"data.paths={paths}: {words[0]} is no weight; {rule}")
+    weights = [float(weight) for weight in paths[::2]]
     normalize(weights)
     return paths[1::2], weights
 

@@ -20,6 +20,7 @@ Left out: reading without a memory map, object stores.
 """
 
 import functools
+import glob
 import os
 import secrets
 import struct
@@ -253,7 +254,10 @@ def _read_header(prefix: str) -> tuple[np.dtype, int, int]:
     """Read the dtype and the numbers of sequences and document indices, checked against the size of PREFIX.idx."""
     path = f"{prefix}.idx"
     if not os.path.isfile(path):
+        stem = glob.escape(prefix.removesuffix(".bin").removesuffix(".idx"))
+        near = sorted(glob.glob(f"{stem}*.idx") + glob.glob(f"{stem}/*.idx"))
         fix = "give the prefix of a dataset, without .bin or .idx (tools/preprocess_data.py writes one)"
+        fix = f"did you mean {near[0].removesuffix('.idx')}?" if near else fix
         raise DataError(f"{path}: no such file; {fix}")
     size = os.path.getsize(path)
     with open(path, "rb") as index:

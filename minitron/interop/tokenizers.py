@@ -323,6 +323,8 @@ def _check_ranks(ranks: dict[bytes, int], path: Path) -> None:
 
 
 def _read(path: Path) -> bytes:
+    if os.path.isdir(path):
+        raise ValueError(f"{path} is a folder, and no tokenizer file; name its file, such as {path}/tokenizer.model")
     if not os.path.isfile(path):
         raise ValueError(f"{path}: no such tokenizer file; nothing is downloaded, so copy it there or correct the path")
     fix = "correct its permissions or the path"

@@ -50,7 +50,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--backward", type=float, default=2.0, help="seconds of a chunk's backward (default 2)")
     parser.add_argument("--weight", type=float, help="seconds of it for gradients of weights (default: half of it)")
     parser.add_argument("--transfer", type=float, default=0.0, help="seconds between two ranks (default 0)")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="also write the drawing there as SVG")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="also write the drawing there, always as SVG")
     args = parser.parse_args(argv)
     schedule = make(args.pp, args.vp, args.microbatches, args.schedule)
     timeline = simulate(schedule, args.forward, args.backward, args.transfer, args.weight, check(schedule))
@@ -63,7 +63,8 @@ def main(argv: list[str]) -> None:
     print(describe(timeline), text, sep="\n")
     peaks = ", ".join(map(str, peak_activations(schedule)))
     held = f"activations held at most, in chunks x microbatches, by rank: {peaks}"
-    print(fill(notation(timeline), width), fill(f"step {timeline.makespan:g} s; {held}", width), sep="\n")
+    picture = [f"Picture: {args.svg}"] if args.svg else []
+    print(fill(notation(timeline), width), fill(f"step {timeline.makespan:g} s; {held}", width), *picture, sep="\n")
 
 
 def peak_activations(schedule: Schedule) -> tuple[int, ...]:

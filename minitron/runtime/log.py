@@ -152,7 +152,8 @@ class Log(AbstractContextManager):
         self._note(text)
         encoding = sys.stdout.encoding or "utf-8"  # some cannot encode the blocks of a progress bar
         try:
-            print(text.encode(encoding, "replace").decode(encoding), file=sys.stdout, flush=True)
+            sys.stdout.write((text + "\n").encode(encoding, "replace").decode(encoding))  # at once: print writes twice
+            sys.stdout.flush()
         except BrokenPipeError:  # the reader has gone: this ends the run, as it ends other programs
             raise
         except OSError as error:

@@ -128,7 +128,8 @@ def test_help_lists_every_key(capsys):
 @pytest.mark.parametrize(
     "argument, parts",
     [
-        ("paralel.tp=2", ["unknown key paralel.tp", "did you mean parallel?"]),
+        ("paralel.tp=2", ["unknown key paralel.tp", "did you mean parallel.tp?"]),
+        ("paralel.tpp=2", ["unknown key paralel.tpp", "did you mean parallel?"]),
         ("trainer.num_nodes=2", ["unknown key trainer.num_nodes", "--nnodes"]),
         ("parallel.tpp=2", ["unknown key parallel.tpp", "did you mean parallel.tp?"]),
         ("train.lr=1", ["unknown key train.lr", "did you mean optimizer.lr?"]),

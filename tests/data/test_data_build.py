@@ -112,7 +112,8 @@ def test_the_split_that_an_error_offers_serves_both_parts(sequences, split, part
     [
         ([], "has 0 entries"),
         (["1", "a", "2"], "has 3 entries"),
-        (["a", "b"], "could not convert"),
+        (["a", "b"], "a is no weight"),
+        (["1", "a", "b", "c"], "b is no weight"),
         (["0", "a", "1", "b"], "weight 0.0"),
     ],
 )

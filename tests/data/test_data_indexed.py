@@ -171,6 +171,15 @@ def test_wrong_files_are_one_clear_error(tmp_path, file, change, message):
         IndexedDataset(tmp_path / "d")
 
 
+@pytest.mark.parametrize("given", ["d", "d_text", "d_text_document.bin", "d_text_document.idx", "."])
+def test_a_prefix_that_is_not_whole_is_answered_by_the_dataset_there(tmp_path, given):
+    write(tmp_path / "d_text_document")
+    with pytest.raises(DataError, match="did you mean .*/d_text_document[?]"):
+        IndexedDataset(tmp_path / given)
+    with pytest.raises(DataError, match="give the prefix"):
+        IndexedDataset(tmp_path / "[d]*")  # its characters are no pattern
+
+
 @pytest.mark.parametrize("kind", ["idx", "bin", "json"])
 def test_a_file_that_may_not_be_read_is_one_clear_error(tmp_path, monkeypatch, kind):
     """For root no permission is missing, so the system's answer is played."""

@@ -15,15 +15,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import NoneType
-from typing import Literal, get_args, get_origin
 
 import kubernetes_validate
 import pytest
 import yaml
 
+import walk
 from minitron.config import cli, rules
-from minitron.config.schema import Shares, keys
 from minitron.supervise.lead import REQUEUE
 from slurm_cluster import until
 
@@ -182,30 +180,9 @@ def test_fine_tuning_jobs_start_the_other_command(config, arguments, module):
     assert '-m "$MODULE"' in (CHART / "files" / "pod.sh").read_text()
 
 
-def takes_of(types: tuple) -> str:
-    """What a key takes, in the words of keys.txt: int|auto|null for `int | Literal["auto"] | None`."""
-    words = {str: "text", Shares: "text", NoneType: "null", int: "int", float: "float", bool: "bool"}
-    found = []
-    for kind in types:
-        literals = get_args(kind) if get_origin(kind) is Literal else ()
-        found += literals or ["list" if get_origin(kind) is tuple else words.get(kind, "section")]
-    return "|".join(found)
-
-
 def test_the_chart_knows_every_key_and_no_other():
-    """After a new key or name: launch/helm/files/keys.txt is this: key, types, names of others for it; answers.yaml
-    has the names that no key stands for."""
-    takes = {key: takes_of(types) for key, types, _ in keys()}
-    names = set(takes)
-    for section in {name.rpartition(".")[0] for name in names if name.count(".") > 1} - names:
-        takes[section] = "section|null"
-    names = set(takes)
-    rows = yaml.safe_load((ROOT / "minitron" / "config" / "names.yaml").read_text())
-    theirs = {row: " ".join(dict.fromkeys(" ".join(trainers.values()).split())) for row, trainers in rows.items()}
-    answers = {row: some for row, some in theirs.items() if row not in names}
-    assert (CHART / "files" / "answers.yaml").read_text() == yaml.safe_dump(answers, sort_keys=False, width=10**6)
-    lines = [f"{name} {takes[name]} {theirs.get(name, '')}".rstrip() for name in sorted(names)]
-    assert (CHART / "files" / "keys.txt").read_text() == "\n".join(lines) + "\n"
+    for file, text in walk.lists_of_keys().items():
+        assert file.read_text() == text, "after a new key or name: run PYTHONPATH=. python tests/walk.py"
 
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")))

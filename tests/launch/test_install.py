@@ -76,6 +76,9 @@ def test_every_command_is_a_program(bin_folder):
     tools = {path.name for path in (ROOT / "tools").glob("*.py") if '__name__ == "__main__"' in path.read_text()}
     assert {Path(program).name for program in installed.COMMANDS.values()} >= tools
     assert {path.name for path in bin_folder.glob("minitron-*")} == set(installed.COMMANDS)
+    manual = (ROOT / "tools" / "README.md").read_text()
+    for command, program in installed.COMMANDS.items():
+        assert f"`{command}`" in manual and f"`{program}`" in manual or program.startswith("minitron.")
 
 
 def test_a_model_is_trained_by_name_in_an_empty_folder(bin_folder, tmp_path):

@@ -204,6 +204,16 @@ def test_a_bar_on_a_terminal_without_its_blocks(monkeypatch):
     assert re.search(rb"\?   *\| 10/300 \[.*train_step_timing in s=7.230\]", raw.getvalue())
 
 
+def test_a_line_is_one_write_so_that_those_of_ranks_do_not_mix(monkeypatch):
+    """torchrun starts ranks with `-u`: then each write reaches the terminal by itself."""
+    writes = []
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True))
+    monkeypatch.setattr(sys.stdout, "write", writes.append, raising=False)
+    with Log(cli.load([]), 0, 1) as log:
+        log.info("a line")
+    assert writes == ["a line\n"]
+
+
 def test_line_covers_the_iterations_since_the_last():
     inf = math.inf
     its = [

@@ -102,7 +102,7 @@ def test_a_text_that_has_no_more_pieces_says_so(tmp_path, capsys):
         (["--vocab-size", "100"], "--vocab-size=100: a vocabulary has at least its bytes"),
         (["--sample-mb", "0"], "--sample-mb: 0 is no positive number"),
         (["--output", "in.jsonl"], "in.jsonl exists already"),
-        (["--text-field", "body"], "line 1 has no text under the key 'body'; correct the line or --json-keys (it has"),
+        (["--text-field", "body"], "line 1 has no text under the key 'body'; correct the line or --text-field (it has"),
         (["--input", "no.jsonl"], "no.jsonl: no such input file; correct --input"),
         (["--input", "empty.jsonl"], "no text under the key 'text'; give files with documents"),
         (["--kind", "sentencepiece", "--vocab-size", "90000"], "--vocab-size=90000 cannot be had of"),

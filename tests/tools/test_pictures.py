@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import table
 from minitron.pipeline.schedule import make
-from minitron.planner import command, pictures, style
+from minitron.planner import command, draw, pictures, style
 from minitron.planner.draw import draw_svg
 from minitron.planner.machine import choose_machine
 from minitron.planner.simulate import simulate
@@ -73,6 +73,12 @@ def test_nobody_draws_in_a_style_of_its_own():
 def test_a_tint_is_between_the_color_and_white():
     assert style.tint("#2a6fbb", 1) == "#2a6fbb" and style.tint("#2a6fbb", 0) == "#ffffff"
     assert style.tint("#000000", 0.5) == "#808080"
+
+
+def test_a_drawn_schedule_names_its_picture(tmp_path, capsys):
+    svg = tmp_path / "s.svg"
+    draw.main(["--pp", "2", "--microbatches", "4", "--svg", str(svg)])
+    assert ElementTree.parse(svg) and capsys.readouterr().out.endswith(f"Picture: {svg}\n")
 
 
 def test_without_matplotlib_one_line_says_how_to_get_it(monkeypatch, capsys, tmp_path):

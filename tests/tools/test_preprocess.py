@@ -151,7 +151,7 @@ GOOD = b'{"text": "fine"}\n'
         (
             "in.jsonl",
             GOOD + b'{"body": "x"}\n',
-            "in.jsonl: line 2 has no text under the key 'text'; correct the line or --json-keys",
+            "in.jsonl: line 2 has no text under the key 'text'; correct the line or --text-field",
         ),
         ("in.jsonl", b'{"text": 3}\n', "in.jsonl: line 1 has no text under the key 'text'"),
         ("in.jsonl", b"[1]\n", "in.jsonl: line 1 has no text under the key 'text'"),

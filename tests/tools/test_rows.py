@@ -144,9 +144,7 @@ def test_mistakes_with_tables_are_named(tmp_path, table):
         assert message in error_of(tmp_path / "x", tmp_path / name, fields=("--text-field", field)), name
     (tmp_path / "in.jsonl").write_text('{"body": "x", "n": 1}\n')
     message = error_of(tmp_path / "x", tmp_path / "in.jsonl", fields=())
-    assert (
-        "line 1 has no text under the key 'text'; correct the line or --json-keys (it has text under 'body')" in message
-    )
+    assert "line 1 has no text under the key 'text'; correct the line or --text-field (it has text" in message
     assert "not allowed with argument" in error_of(
         tmp_path / "x", tmp_path / "in.jsonl", fields=("--text-field", "a", "--json-keys", "b")
     )
