@@ -90,10 +90,12 @@ def main(argv: list[str]) -> None:
         asked = [*first, {"role": "user", "content": text}]
         with errors_as(ValueError, lambda error: f"--prompt={text[:40]!r} {error}", ValueError):
             prompt = encode_question(asked, tokenizer) if o.chat else encode_prompt(text, tokenizer)
-        if not prompt or len(prompt) + o.max_tokens > cfg.model.max_positions:
+        if not prompt:
+            raise ValueError(f"--prompt={text!r} has no token to go on from; give at least one character")
+        if len(prompt) + o.max_tokens > cfg.model.max_positions:
             raise ValueError(
                 f"a prompt of {len(prompt)} tokens and --max-tokens={o.max_tokens} do not fit into "
-                f"model.max_positions={cfg.model.max_positions}; at least one and no more than that"
+                f"model.max_positions={cfg.model.max_positions}; use fewer of either"
             )
         draw = partial(
             choose,

@@ -25,6 +25,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--tensors", action="store_true", help="list every tensor: its shape and what is stored of it")
     parser.add_argument("--no-verify", action="store_true", help="read the index alone, not the files it names")
     options = parser.parse_args(argv)
+    if not Path(options.path).expanduser().exists():
+        raise ValueError(f"{options.path}: there is no such folder; name a checkpoint, or a directory of checkpoints")
     reader = Reader(options.path)
     print(describe(reader))
     if options.tensors:

@@ -694,6 +694,8 @@ def test_the_same_command_goes_on(tmp_path, capsys):
     inspect_checkpoint.main([str(tmp_path / "saves"), "--no-verify"])
     with pytest.raises(CheckpointError, match="rank_00000.safetensors is damaged"):
         inspect_checkpoint.main([str(tmp_path / "saves")])
+    with pytest.raises(ValueError, match="no-saves.*name a checkpoint"):
+        inspect_checkpoint.main([str(tmp_path / "no-saves")])
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
         command("cut", 9, *saves)

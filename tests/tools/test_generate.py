@@ -246,7 +246,7 @@ def test_mistakes_are_one_line(tuned, hugging_face, llama3_file, tmp_path):  # n
             [folder, *good, "--max-tokens", 64],
             "a prompt of 1 tokens and --max-tokens=64 do not fit into model.max_positions=64",
         ),
-        ([folder, "--tokenizer", "bytes", "--prompt", ""], "a prompt of 0 tokens"),
+        ([folder, "--tokenizer", "bytes", "--prompt", ""], "--prompt='' has no token"),
         ([folder, *good, "--system", "b"], "--system has no effect without --chat"),
         ([folder, *good, "--chat"], "chat messages need a chat template"),
         ([folder, "--prompt", "a", "--tokenizer", "word"], "--tokenizer='word' is none of"),

@@ -384,9 +384,12 @@ def test_a_picture_that_cannot_be_drawn_is_one_line(tmp_path, capsys, monkeypatc
     assert "cannot be written" in error_of(directory, "--png", tmp_path)
     capsys.readouterr()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    message = error_of(directory)
+    message = error_of(directory, "--png", tmp_path / "loss.png")
     assert "training loss" in capsys.readouterr().out
     assert "matplotlib is not installed" in message and "pip install" in message
+    plot_run.main([str(directory)])  # the curve in the terminal is all that was asked for
+    printed = capsys.readouterr().out
+    assert "training loss" in printed and printed.endswith(f"{message}\n")
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
