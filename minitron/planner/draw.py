@@ -16,6 +16,7 @@ part.  In the SVG forwards are blue, backwards orange, or gold and green where t
 idle time hatched.  Needs no torch and no GPU.
 """
 
+from collections.abc import Sequence
 from itertools import accumulate
 from math import ceil, floor, log10
 from pathlib import Path
@@ -67,10 +68,17 @@ def main(argv: list[str]) -> None:
     print(fill(notation(timeline), width), fill(f"step {timeline.makespan:g} s; {held}", width), *picture, sep="\n")
 
 
-def peak_activations(schedule: Schedule) -> tuple[int, ...]:
-    """Count for each rank the most chunk activations alive at once: forwards minus whole backwards."""
-    change = {Forward: 1, Backward: -1, BackwardWeight: -1}
-    return tuple(max(accumulate(change.get(type(action), 0) for action in actions)) for actions in schedule.ranks)
+def peak_activations(schedule: Schedule, layers: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Count for each rank the most chunk activations alive at once: forwards minus whole backwards.
+
+    layers: of each stage; then the activations of a chunk count as many.
+    """
+    change, pp = {Forward: 1, Backward: -1, BackwardWeight: -1}, schedule.pp
+    counts = layers or [1] * pp * schedule.vp
+    return tuple(
+        max(accumulate(change[type(op)] * counts[op.chunk * pp + r] for op in actions if type(op) in change))
+        for r, actions in enumerate(schedule.ranks)
+    )
 
 
 def describe(timeline: Timeline) -> str:

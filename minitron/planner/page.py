@@ -12,19 +12,20 @@ configuration cannot end the script. The script writes text as text, never as HT
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from minitron.config.schema import Config, changed
 from minitron.config.sizes import bucket_limit, stage_layers, stream_length
-from minitron.pipeline.schedule import Backward, BackwardInput, BackwardWeight, Exchange, Forward, Schedule, make
+from minitron.pipeline.schedule import Backward, BackwardInput, BackwardWeight, Exchange, Forward, Schedule
 from minitron.planner.check import check
 from minitron.planner.draw import NAMES, peak_activations
 from minitron.planner.machine import Machine
 from minitron.planner.memory import Memory
-from minitron.planner.plan import Step, available_gib
+from minitron.planner.plan import Step, available_gib, checked_schedule
 from minitron.planner.simulate import Timeline, simulate
+from minitron.planner.walk import Meetings
 
 TEMPLATE, PLACEHOLDER = Path(__file__).with_name("tour.html"), "@DATA@"
 CODES = {Forward: "F", Backward: "B", BackwardInput: "b", BackwardWeight: "w"}
@@ -66,9 +67,8 @@ def few_microbatches(cfg: Config, world: int) -> Config:
     """Return the configuration with as few microbatches as show all that its schedule does."""
     p, dp = cfg.parallel, cfg.dp(world)
     count = min(cfg.num_microbatches(dp), max(2 * p.pp, 8 // p.pp * p.pp))
-    return changed(
-        cfg, train=dict(global_batch_size=count * cfg.train.micro_batch_size * dp), log=dict(numerics_every=0)
-    )
+    train = dict(global_batch_size=count * cfg.train.micro_batch_size * dp)
+    return changed(cfg, train=train, log=dict(numerics_every=0))
 
 
 def html(tour: Tour) -> str:
@@ -159,9 +159,8 @@ def recorded_schedule(cfg: Config, traces: list[dict]) -> Schedule:
     p = cfg.parallel
     recorded = {trace["place"]["pp"]: tuple(trace["actions"]) for trace in reversed(traces)}
     count = 1 + max(action.mb for action in recorded[0] if not isinstance(action, Exchange))
-    made = make(p.pp, p.vp, count, p.schedule)
-    ranks = tuple(recorded.get(rank, made.ranks[rank]) for rank in range(p.pp))
-    return Schedule(p.pp, p.vp, count, ranks, kind=p.schedule)
+    made, _ = checked_schedule(p.pp, p.vp, count, p.schedule)
+    return replace(made, ranks=tuple(recorded.get(rank, made.ranks[rank]) for rank in range(p.pp)))
 
 
 def schedules(tour: Tour, own: Schedule) -> list[dict]:
@@ -169,42 +168,42 @@ def schedules(tour: Tour, own: Schedule) -> list[dict]:
     p, m = tour.cfg.parallel, tour.cfg.model
     others = [("1f1b", 1), ("1f1b", p.vp if p.vp > 1 else 2), ("zb-h1", 1)]
     variants = [(p.schedule, p.vp), *(v for v in others if v != (p.schedule, p.vp) and p.pp > 1)]
-    found = []
-    for number, (kind, vp) in enumerate(variants):
-        name = "ZB-H1" if kind == "zb-h1" else "1F1B" if vp == 1 else f"interleaved 1F1B, {vp} chunks"
+    found: list[dict] = []
+    few, count = own.num_microbatches, tour.cfg.num_microbatches(tour.cfg.dp(tour.world))
+    for kind, vp in variants:
         if m.num_layers < p.pp * vp:
             continue
-        mine = number == 0
-        cfg = changed(
-            tour.cfg, parallel=dict(schedule=kind, vp=vp, layers_per_stage=p.layers_per_stage if mine else None)
-        )
-        schedule = own if mine else make(p.pp, vp, own.num_microbatches, kind)
+        mine = not found
+        name = "ZB-H1" if kind == "zb-h1" else "1F1B" if vp == 1 else f"interleaved 1F1B, {vp} chunks"
+        parallel = dict(schedule=kind, vp=vp, layers_per_stage=p.layers_per_stage if mine else None)
+        cfg = changed(tour.cfg, parallel=parallel)
         try:
-            drawn = timed(tour, cfg, schedule)
+            schedule, meets = (own, check(own)) if mine else checked_schedule(p.pp, vp, few, kind)
+            drawn = timed(tour, cfg, schedule, meets)
         except (ValueError, AssertionError) as error:
             found.append({"name": name, "own": mine, "error": str(error), "events": [], "whole": None})
             continue
-        count = tour.cfg.num_microbatches(tour.cfg.dp(tour.world))
-        whole = drawn if count == own.num_microbatches else timed(tour, cfg, make(p.pp, vp, count, kind))
-        idle = sum(whole.idle) / (whole.makespan * p.pp)
-        shape = dict(name=name, own=mine, vp=vp, microbatches=own.num_microbatches, of=count)
+        whole = drawn if count == few else timed(tour, cfg, *checked_schedule(p.pp, vp, count, kind))
+        shape = dict(name=name, own=mine, vp=vp, microbatches=few, of=count)
+        idle, events = sum(whole.idle) / (whole.makespan * p.pp), [event_row(event) for event in drawn.events]
         times = dict(idle=idle, bubble=whole.bubble, makespan=drawn.makespan, whole=whole.makespan)
-        events = [event_row(event) for event in drawn.events]
-        found.append(shape | times | dict(held=peak_activations(schedule), events=events))
+        found.append(shape | times | dict(held=peak_activations(schedule, layer_counts(cfg)), events=events))
     return found
 
 
-def timed(tour: Tour, cfg: Config, schedule: Schedule) -> Timeline:
+def timed(tour: Tour, cfg: Config, schedule: Schedule, meets: Meetings) -> Timeline:
     """Simulate a schedule with the planner's seconds; without a device a layer's forward takes 1, its backward 2."""
-    meets = check(schedule)
     if tour.machine is not None and cfg.precision.dtype != "fp32":
         step = Step(cfg, tour.world, tour.machine)
-        shares = [b["deferred"] / sum(b.values()) or 0.5 for _, b in step.parts]
-        deferred = [share * seconds for share, seconds in zip(shares, step.backward)]
-        return simulate(schedule, step.forward, step.backward, step.transfer_seconds, deferred, meets)
-    p = cfg.parallel
-    layers = [float(len(x)) for x in stage_layers(cfg.model.num_layers, p.pp, p.vp, p.layers_per_stage)]
+        return step.timeline(step.transfer_seconds, (schedule, meets))
+    layers = layer_counts(cfg)
     return simulate(schedule, layers, [2 * x for x in layers], meets=meets)
+
+
+def layer_counts(cfg: Config) -> list[int]:
+    """Count the layers of each stage."""
+    p = cfg.parallel
+    return [len(layers) for layers in stage_layers(cfg.model.num_layers, p.pp, p.vp, p.layers_per_stage)]
 
 
 def event_row(event: Any) -> list:
@@ -316,7 +315,7 @@ def checks(cfg: Config, traces: list[dict], holders: list[dict]) -> list[dict]:
             owners.setdefault(key, []).extend(bucket["owners"].values())
     slices = [f"bucket {i} of pp {pp}, tp {tp}" for (pp, tp, i, n), x in owners.items() if not contiguous(sorted(x), n)]
     add("the slices of the optimizer hold each element once", slices, f"{len(owners)} gradient buckets")
-    made = make(p.pp, p.vp, own.num_microbatches, p.schedule)
+    made, _ = checked_schedule(p.pp, p.vp, own.num_microbatches, p.schedule)
     order = [f"rank {x['rank']}" for x in traces if tuple(x["actions"]) != made.ranks[x["place"]["pp"]]]
     count = sum(len(trace["actions"]) for trace in traces)
     add("the actions ran in the order of the schedule", order, f"{count:,} actions on {len(traces)} ranks")

@@ -145,9 +145,10 @@ class Step:
             before += sum(self.backward[: self.slowest])
         return self.busy + before + self.update_seconds(self.slowest)
 
-    def timeline(self, transfer_seconds: float) -> Timeline:
+    def timeline(self, transfer_seconds: float, checked: tuple[Schedule, Meetings] | None = None) -> Timeline:
+        """Simulate the step; checked: another schedule of it, see `checked_schedule`."""
         p = self.cfg.parallel
-        schedule, meets = checked_schedule(p.pp, p.vp, self.microbatches, p.schedule)
+        schedule, meets = checked or checked_schedule(p.pp, p.vp, self.microbatches, p.schedule)
         shares = [b["deferred"] / total(b) or 0.5 for _, b in self.parts]  # 0.5: nothing is deferred
         deferred = [share * seconds for share, seconds in zip(shares, self.backward)]
         return simulate(schedule, self.forward, self.backward, transfer_seconds, deferred, meets)

@@ -17,6 +17,7 @@ from minitron.kernels.param import Shard
 from minitron.optim import buckets
 from minitron.pipeline import schedule as schedules
 from minitron.pipeline.schedule import Forward, Schedule, make
+from minitron.planner.check import check
 from minitron.planner.dryrun.dryrun import dry_run
 from minitron.planner.dryrun.trace import dry_trace, real_trace
 from minitron.planner.page import content, html
@@ -180,7 +181,8 @@ def test_a_swapped_schedule_shows(tour, ranks):
     page = content(planted(tour, ranks, swapped_schedule))
     wrong = [name for name, ok in verdicts(page).items() if not ok]
     assert any("order" in name for name in wrong) and any("activations" in name for name in wrong)
-    assert page["schedules"][0]["held"] == (page["microbatches"],) * 2  # losses are right, memory is not
+    layers = MODEL["num_layers"] // 2
+    assert page["schedules"][0]["held"] == (layers * page["microbatches"],) * 2  # losses are right, memory is not
     assert page["proof"]["runs"][0]["far"] < 1e-5 and not page["proof"]["ok"]
 
 
@@ -188,9 +190,14 @@ def test_a_schedule_of_another_kind_shows(tour, ranks):
     """Even if `make` itself is wrong: the bubble is that of a formula, not of `make`."""
     zero = config(CFG, dict(parallel=dict(schedule="zb-h1")))
     own = planted(tour, ranks, as_1f1b, zero)
-    with mock.patch("minitron.planner.page.make", lambda pp, vp, m, kind: replace(make(pp, vp, m), kind=kind)):
+    with mock.patch("minitron.planner.page.checked_schedule", as_wrong):
         wrong = [name for name, ok in verdicts(content(own)).items() if not ok]
     assert any("bubble" in name for name in wrong)
+
+
+def as_wrong(pp, vp, m, kind):
+    schedule = make(pp, vp, m)
+    return replace(schedule, kind=kind), check(schedule)
 
 
 def as_1f1b(cfg):
@@ -330,7 +337,7 @@ def test_a_twin_keeps_rules_layout_and_switches(recipe, world, changes):
 
 # ---- in a browser ---------------------------------------------------------------------------------------------------
 
-PICTURES = ["tokens", "holds", "layer", "schedule", "traffic", "memory", "proof"]
+PICTURES = ["holds", "layer", "schedule", "traffic", "memory", "proof"]
 
 
 @pytest.fixture(scope="module")
@@ -357,7 +364,9 @@ def test_the_page_works_in_a_browser(file):
                 assert (
                     len(browser.run(f"document.querySelector('#{name}-picture svg').getAttribute('aria-label')")) > 20
                 )
+            assert browser.run("document.querySelectorAll('#tokens-picture svg').length") == 0  # cp is 1
             assert browser.run("document.querySelectorAll('.rank').length") == 4
+            assert "fp32" in text("#format-table tbody") and "FP8" not in text("#format-table tbody")
             assert browser.run("document.title").count("<script>") == 1  # the name is text
             assert browser.run("document.querySelectorAll('#proof-table tr[data-ok=true]').length") >= 8
             assert "✓" in text("#verdict")
@@ -431,3 +440,7 @@ def test_tours_of_other_layouts(tmp_path, world, arguments):
             for width in (1400, 400):
                 browser.open(path, width)
                 assert browser.errors == [] and browser.run("document.documentElement.scrollWidth") <= width
+                count = browser.run("document.querySelectorAll('#tokens-picture svg').length")
+                assert count == (page["sizes"]["cp"] > 1)
+                rows = browser.run("[...document.querySelectorAll('#format-table tbody tr')].map(x => x.textContent)")
+                assert len(rows) == 4 and all(("e5m2" in row) == (page["precision"]["fp8"] != "none") for row in rows)
