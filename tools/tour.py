@@ -11,6 +11,7 @@ along each axis, proves the layout. In every case one process trains the same mo
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -62,7 +63,10 @@ def main(argv: list[str]) -> None:
         if is_new:  # a run that fails leaves no empty page
             o.output.unlink()
     with RankPool(preload=(real_trace.__module__,)) as pool:
-        page = html(collect(cfg, world, machine, pool.run, " ".join(o.config)))
+        gc.freeze()  # and below: imports and recordings stay, so no collection needs to go through them
+        tour = collect(cfg, world, machine, pool.run, " ".join(o.config))
+    gc.freeze()
+    page = html(tour)
     with errors_as(ValueError, lambda error: f"{unwritable} ({error}); name another file", OSError):
         o.output.write_text(page, encoding="utf-8")
     print(f"Tour: {o.output} (open it in a browser)")
