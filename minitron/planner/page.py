@@ -239,14 +239,12 @@ def traffic(tour: Tour, trace: dict, per_node: int) -> list[dict]:
 
 def reductions(trace: dict) -> list[dict]:
     """List the sums of gradients over data ranks: in which action each began, and its bytes."""
-    kinds = ("reduce-scatter", "all-to-all", "all-reduce")
+    axes, kinds = ("dp_cp", "local", "across", "embedding"), ("reduce-scatter", "all-to-all", "all-reduce")
+    sums = (r for r in trace["records"] if r.axis in axes and r.kind in kinds and r.action != "start")
     return [
         {"axis": r.axis, "kind": r.kind, "bytes": r.num_bytes, "action": action_text(r.action)}
-        for r in trace["records"]
-        if r.axis in ("dp_cp", "local", "across", "embedding")
-        and r.kind in kinds
-        and r.action != "start"
-        and r.num_bytes > 64
+        for r in sums
+        if r.num_bytes > 64
     ]
 
 
@@ -265,9 +263,7 @@ def memory(tour: Tour, per_node: int) -> dict:
         parts = dict(planned.bytes_by_part(rank)) if trace is None else trace["memory"]
         rows.append({"parts": parts, "planned": trace is None})
         if trace is not None:
-            timeline = [
-                [action_text(action), num_bytes] for action, num_bytes in trace["timeline"] if action != "build"
-            ]
+            timeline = [[action_text(action), size] for action, size in trace["timeline"] if action != "build"]
             rows[-1] |= {"peak": action_text(trace["peak_action"]), "timeline": timeline}
     limit = None if tour.machine is None else available_gib(tour.machine) * 2**30
     return {"rows": rows, "limit": limit, "device": tour.machine and tour.machine.device.gpu}
@@ -303,11 +299,7 @@ def checks(cfg: Config, traces: list[dict], holders: list[dict]) -> list[dict]:
     holds = holdings(holders)
     shards = [f"{x['name']} on pp {pp}" for pp, hold in enumerate(holds) for x in hold["params"] if not covered(x)]
     count = sum(len(hold["params"]) for hold in holds)
-    add(
-        "the tensor-parallel shards hold each element once",
-        shards,
-        f"{count} parameters on {len(holds)} pipeline ranks",
-    )
+    add("the tensor-parallel shards hold each element once", shards, f"{count:,} parameters of {len(holds)} stages")
     owners: dict[tuple, list] = {}
     for trace in holders:
         for i, bucket in enumerate(trace["buckets"]):

@@ -138,11 +138,9 @@ def walk_step(cfg: Config, mesh: Mesh, begun: Callable[[object], None] = lambda 
 
 def _walk(cfg: Config, mesh: Mesh, schedule: Schedule, begun: Callable[[object], None]) -> Report:
     """Run a step of the microbatches of `schedule`, watched; the batches of the others are allocated, as in the run."""
-    walk = MemoryWalk()
+    walk = MemoryWalk(casts=cfg.precision.fp8 != "none")
 
     def begin(action: object) -> None:
-        if action == "update":  # the schedule's activations are gone: what it leaves are casts of weights
-            walk.label("other" if cfg.precision.fp8 == "none" else "fp8 weights")
         walk.begin(action)
         begun(action)
 

@@ -35,10 +35,11 @@ _once = lru_cache(None)(cached_by_shape)
 
 
 class MemoryWalk(TorchDispatchMode):
-    """Sees every operation inside of `with`."""
+    """Sees every operation inside of `with`. casts: the schedule leaves FP8 casts of weights."""
 
-    def __init__(self):
+    def __init__(self, casts: bool = False):
         super().__init__()
+        self.casts = casts
         self.parts: list[str] = []  # of each storage, by its number in order of birth
         self.alive: dict[int, tuple[int, weakref.ref]] = {}  # address -> number
         self.log: list[tuple[int, int]] = []  # (number, bytes), negative at a death
@@ -54,6 +55,8 @@ class MemoryWalk(TorchDispatchMode):
 
     def begin(self, action: object) -> None:
         """Note that `action` begins here."""
+        if action == "update":  # the schedule's activations are gone
+            self.label("fp8 weights" if self.casts else "other")
         self.actions.append((action, len(self.log)))
 
     def label(self, part: str, tensors: Iterable[Tensor] | None = None) -> None:

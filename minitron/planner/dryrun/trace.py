@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +32,7 @@ from minitron.config.schema import Config
 from minitron.data.build import build_datasets
 from minitron.data.loader import Loader
 from minitron.kernels import kernels
-from minitron.kernels.gemm import ALONE, Gemm, Payload, Product
+from minitron.kernels.gemm import Gemm, Payload, Product
 from minitron.kernels.kernels import Kernels
 from minitron.kernels.param import Param, Shard, params_of
 from minitron.parallel.linear import LinearOp
@@ -55,6 +56,8 @@ OPERATIONS = {
     "merge_": "merge attention over blocks of keys",
     "drop_elements": "dropout",
 }
+CASTS = {"quantize": "cast of the input", "quantize_activation": "cast of the activation"}
+CASTS |= dict.fromkeys(("quantize_grad", "quantize_activation_grad"), "cast of the gradient")
 BACKWARD = {"add_norm_backward", "split_heads_backward", "swiglu_backward", "gelu_backward"}
 FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "FP8 bytes"}
 FORMATS |= {torch.float8_e4m3fn: "FP8 e4m3", torch.float8_e5m2: "FP8 e5m2"}
@@ -121,18 +124,11 @@ class Tracer(Recorder):
 
     def kernels(self, chosen: Kernels) -> Kernels:
         """Return the same kernels, listed."""
-        functions = vars(chosen.ops)
-        wrapped = {name: self._operation(name, functions[name]) for name in OPERATIONS}
-        attend = chosen.attention
-        return replace(
-            chosen,
-            ops=SimpleNamespace(**functions | wrapped),
-            attention=replace(
-                attend,
-                forward=self._attention("attention", attend.forward, 1),
-                backward=self._attention("gradient of attention", attend.backward, 2.5),
-            ),
-        )
+        functions, attend = vars(chosen.ops), chosen.attention
+        ops = SimpleNamespace(**functions | {name: self._operation(name, functions[name]) for name in OPERATIONS})
+        forward = self._attention("attention", attend.forward, 1)
+        backward = self._attention("gradient of attention", attend.backward, 2.5)
+        return replace(chosen, ops=ops, attention=replace(attend, forward=forward, backward=backward))
 
     def _operation(self, name: str, function: Callable) -> Callable:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -208,20 +204,8 @@ class TracedGemm:
         self.gemm, self.name, self.tracer = gemm, name, tracer
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.gemm, name)
-
-    def quantize(self, x: Tensor, gather_axis: Axis = ALONE, **options: Any) -> Payload:
-        return self._cast("cast of the input", x, self.gemm.quantize(x, gather_axis, **options))
-
-    def quantize_grad(self, dy: Tensor, gather_axis: Axis = ALONE, **options: Any) -> Payload:
-        return self._cast("cast of the gradient", dy, self.gemm.quantize_grad(dy, gather_axis, **options))
-
-    def quantize_activation(self, inner: Tensor, *args: Any, **options: Any) -> Payload:
-        return self._cast("cast of the activation", inner, self.gemm.quantize_activation(inner, *args, **options))
-
-    def quantize_activation_grad(self, dy: Tensor, *args: Any, **options: Any) -> tuple[Payload, Tensor | None]:
-        payload, total = self.gemm.quantize_activation_grad(dy, *args, **options)
-        return self._cast("cast of the gradient", dy, payload), total
+        method = getattr(self.gemm, name)
+        return partial(self._cast, CASTS[name], method) if name in CASTS else method
 
     def forward(self, weight: Tensor, bias: Tensor | None = None) -> Product:
         return self._product("y = x W^T", weight, self.gemm.forward, weight, bias)
@@ -237,14 +221,16 @@ class TracedGemm:
         self.tracer.note("product", "dW += dy^T x", (dy, x), into, flops=2 * rows * weight.numel(), again=False)
         return result
 
-    def _cast(self, name: str, x: Tensor, payload: Payload) -> Payload:
-        """List a cast, unless the operation before has made it."""
+    def _cast(self, name: str, method: Callable, x: Tensor, *args: Any, **options: Any) -> Any:
+        """Cast x, and list it, unless the operation before has made the cast."""
+        result = method(x, *args, **options)
+        payload = result if isinstance(result, Payload) else result[0]
         self.tracer.layer = self.name
         y = payload.rowwise if payload.rowwise is not None else payload.columnwise
         last = self.tracer.events[-1]["out"] if self.tracer.events else ()
         if y.itemsize == 1 and shapes_of(y)[0] not in last:
             self.tracer.note("cast", name, x, y, again=self.tracer._again(name != "cast of the gradient"))
-        return payload
+        return result
 
     def _product(self, name: str, weight: Tensor, make: Callable, *args: Any) -> Product:
         self.tracer.layer, uncast = self.name, getattr(self.gemm, "_weight", self) is None
@@ -296,9 +282,7 @@ def real_trace(cfg: Config, schedule: MakeSchedule | None = None) -> dict:
         tracer.begin_step(step)
         with tracer.listing(step == LISTED):
             figures.append(trainer.step(batches, cfg.optimizer.lr).read())
-        if (
-            not gradients and not figures[-1]["skipped"]
-        ):  # Adam's moments are now the gradients, clipped, times 1 - beta
+        if not gradients and not figures[-1]["skipped"]:  # moments are the gradients now, clipped, times 1 - beta
             moments = trainer.optimizer.exp_avg
             gradients = [(p.name, p.offset, p.of(moments).clone()) for p in trainer.gradients.owned()]
         if step == LISTED:
@@ -311,15 +295,9 @@ def real_trace(cfg: Config, schedule: MakeSchedule | None = None) -> dict:
 
 def dry_trace(cfg: Config, world: int, rank: int) -> dict:
     """Run one step of a rank of a world that does not exist; return its trace with the memory of the step."""
-    walk, p = MemoryWalk(), cfg.parallel
-
-    def begin(action: object) -> None:
-        if action == "update":
-            walk.label("other" if cfg.precision.fp8 == "none" else "fp8 weights")
-        walk.begin(action)
-
+    walk, p = MemoryWalk(casts=cfg.precision.fp8 != "none"), cfg.parallel
     with fake_world(world, rank):
-        tracer, mesh = Tracer(begin), make_mesh(cfg, world)
+        tracer, mesh = Tracer(walk.begin), make_mesh(cfg, world)
         with walk:
             trainer = prepare(cfg, recorded(mesh, tracer), chosen=tracer.kernels(dry_kernels.choose(cfg)))
             tracer.attach(trainer)
@@ -382,23 +360,19 @@ def described(trainer: Trainer, tracer: Tracer, everyone: bool) -> dict:
             cut = dict(dim=None if shard is None else shard.dim, slices=parts_of(shard, mesh.tp, everyone))
             params.append(facts | cut | dict(bucket=bucket, start=start, sum=spec.sum_over_tp, tied=spec.tied))
     data = range(mesh.dp_cp.size) if everyone else [mesh.dp_cp.rank]
-    plans = [bucket.plan for bucket in buckets]
+    flat = []
+    for bucket in buckets:
+        plan = bucket.plan
+        sizes = dict(size=plan.size, numel=sum(span.numel for span in plan.spans))
+        kind = dict(format=FORMATS.get(bucket.grad.dtype), replicated=plan.key.replicated, tied=plan.key.tied)
+        owners = {r: (plan.slice_of(r).start, plan.slice_of(r).stop) for r in data}
+        flat.append(sizes | kind | dict(owners=owners))
     return {
         "rank": mesh.rank,
         "place": {name: getattr(mesh, name).rank for name in AXES},
         "groups": {name: list(getattr(mesh, name).ranks) for name in (*AXES, "dp_cp")},
         "params": params,
-        "buckets": [
-            dict(
-                size=plan.size,
-                numel=sum(span.numel for span in plan.spans),
-                format=FORMATS.get(bucket.grad.dtype),
-                replicated=plan.key.replicated,
-                tied=plan.key.tied,
-                owners={r: (plan.slice_of(r).start, plan.slice_of(r).stop) for r in data},
-            )
-            for bucket, plan in zip(buckets, plans)
-        ],
+        "buckets": flat,
         "events": block_events(tracer.events),
         "actions": tracer.actions,
         "records": tracer.records,
