@@ -310,7 +310,7 @@ def checks(cfg: Config, traces: list[dict], holders: list[dict]) -> list[dict]:
     made, _ = checked_schedule(p.pp, p.vp, own.num_microbatches, p.schedule)
     order = [f"rank {x['rank']}" for x in traces if tuple(x["actions"]) != made.ranks[x["place"]["pp"]]]
     count = sum(len(trace["actions"]) for trace in traces)
-    add("the actions ran in the order of the schedule", order, f"{count:,} actions on {len(traces)} ranks")
+    add("the actions ran in the order of the schedule", order, f"{count:,} actions; recorded ranks: {len(traces)}")
     rows += schedule_rules(own)
     if traces is not holders:
         return rows  # a dry run of a few ranks: there is no other one to compare with

@@ -17,10 +17,13 @@ from minitron.kernels.param import Shard
 from minitron.optim import buckets
 from minitron.pipeline import schedule as schedules
 from minitron.pipeline.schedule import Forward, Schedule, make
+from minitron.planner import page as pages
 from minitron.planner.check import check
 from minitron.planner.dryrun.dryrun import dry_run
 from minitron.planner.dryrun.trace import dry_trace, real_trace
-from minitron.planner.page import content, html
+from minitron.planner.machine import DEVICES, choose_machine
+from minitron.planner.page import Tour, content, html
+from minitron.planner.plan import plan
 from tools import tour as tool
 
 ROOT = Path(__file__).parents[2]
@@ -120,6 +123,16 @@ def test_schedules_to_choose_from(page):
     assert own["bubble"] == pytest.approx(1 / m) and interleaved["bubble"] == pytest.approx(1 / 2 / m)
     assert zero_bubble["bubble"] == pytest.approx(1 / 3 / m)
     assert len(own["events"]) == 2 * 2 * m and {e[1] for e in zero_bubble["events"]} == set("FBbw")
+
+
+def test_times_are_the_planners():
+    machine = choose_machine("h100", None, path=DEVICES)
+    cfg = config(CFG, dict(parallel=dict(schedule="zb-h1"), precision=dict(dtype="bf16"), train=dict(seq_len=512)))
+    tour = Tour("", cfg, 4, machine, cfg, 4, True, [], {}, [], [], [])
+    found = {x["name"]: x["whole"] for x in pages.schedules(tour, make(2, 1, cfg.num_microbatches(1), "zb-h1"))}
+    for name, kind in (("ZB-H1", "zb-h1"), ("1F1B", "1f1b")):
+        expected = plan(config(cfg, dict(parallel=dict(schedule=kind))), 4, machine)
+        assert found[name] == pytest.approx(expected.timeline.makespan)
 
 
 # ---- a planted mistake changes the page -----------------------------------------------------------------------------
@@ -348,7 +361,7 @@ def file(tour, tmp_path_factory):
 
 
 @pytest.mark.skipif(PROGRAM is None, reason="needs Chromium")
-def test_the_page_works_in_a_browser(file):
+def test_the_page_works_in_a_browser(file, page):
     with Browser() as browser:
         text = lambda place: browser.run(f"document.querySelector('{place}').textContent")
         for width, dark in ((1400, False), (400, True)):
@@ -366,6 +379,8 @@ def test_the_page_works_in_a_browser(file):
                 )
             assert browser.run("document.querySelectorAll('#tokens-picture svg').length") == 0  # cp is 1
             assert browser.run("document.querySelectorAll('.rank').length") == 4
+            assert f" {page['schedules'][0]['held'][0]} layers" in text("#recompute-text")
+            assert "NVLink" in text("#traffic-legend")
             assert "fp32" in text("#format-table tbody") and "FP8" not in text("#format-table tbody")
             assert browser.run("document.title").count("<script>") == 1  # the name is text
             assert browser.run("document.querySelectorAll('#proof-table tr[data-ok=true]').length") >= 8
