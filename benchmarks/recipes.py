@@ -11,6 +11,10 @@ time, which takes rows of three ranks, is simulated with today's schedule and pl
 
 `--missing --two-gpus` measures the method itself: jobs of two GPUs that both run, and as one rank alone.
 
+`--whole` runs the documents' one-node jobs themselves on eight GPUs (benchmarks/whole_job.py), in bf16 and FP8: 20
+steps on mock data as the recipe stands, then 200 steps of the built-in corpus with a smaller batch for the loss. It
+begins none that `--seconds` does not allow for. `--gpus 4` runs what fits into four, which is not the documents' job.
+
 To measure something again, take its rows out of the file. One number of GPUs each: the smallest that is documented.
 """
 
@@ -32,13 +36,13 @@ if __name__ == "__main__":
 
     set_defaults(os.environ)  # before torch loads, here and so in all that is forked
 
-from benchmarks import calibration, one_rank, record
+from benchmarks import calibration, one_rank, record, whole_job
 from benchmarks.cases import CASES
 from benchmarks.workers import Workers
 from minitron.config import cli
 from minitron.config.schema import Config
 from minitron.planner.dryrun.dryrun import choose_ranks
-from minitron.planner.plan import Step, plan
+from minitron.planner.plan import Plan, Step, available_gib, plan
 
 BOTH = (), ("precision.fp8=delayed",)
 FP16 = (), ("precision.dtype=bf16", "precision.fp8=delayed")
@@ -59,6 +63,10 @@ CLOSELY = "gpt3_175b", "llama31_70b", "llama31_405b"
 CHECKED = "2gpu-8b-16layers-s8192-dp2", "2gpu-70b-4layers-tp2", "2gpu-175b-2layers-tp2", "2gpu-8b-16layers-pp2"
 LEAST_SECONDS = 45  # of a measurement, until one has been longer; with less left none is begun
 MOST_SECONDS = 180  # after which one counts as hanging
+WHOLE = "llama3_8b", "llama3_8b_sft", "llama3_8b_lora"
+WHOLE_GPUS = 8
+USES = (("train.steps=20",), False), (("train.steps=200", "train.global_batch_size=16"), True)  # keys, of the corpus
+START_SECONDS = 90  # until a whole job steps: libraries, weights, recording
 LABEL = """\
 # One rank of every recipe
 
@@ -73,6 +81,14 @@ the rank are not there, what they send is made up ([`one_rank.py`](../one_rank.p
   recipe's batch.
 """
 TWO_GPUS = "Jobs of two GPUs: the step that both took (`benchmarks/step.py`), and what one rank at a time says of it."
+WHOLE_LABEL = (
+    "The jobs themselves ([`whole_job.py`](../whole_job.py)): medians of a run's log. GiB is all that is taken of the "
+    "device. A job is the document's with its GPUs, batch and data; the others show the loss, or what fewer GPUs do."
+)
+WHOLE_COLUMNS = (
+    "recipe | GPUs | format | data | steps | batch | step s | planned s | off | published s | TFLOP/s | GiB "
+    "| planned GiB | first loss | last loss | the document's job"
+)
 COLUMNS = (
     "recipe | GPUs | format | rank | graph | microbatches | step s | busy s | step / busy | host s | nodes | GiB "
     "| job s | without traffic s | planned s | published s"
@@ -159,10 +175,43 @@ class Job:
         return (self.main, *self.support, *self.beside)
 
 
+@dataclass(frozen=True)
+class Whole:
+    """A whole job, on mock data for its time or on the built-in corpus for its loss."""
+
+    recipe: str
+    keys: tuple[str, ...]
+    corpus: bool
+    world: int
+    fabric: str
+
+    def __str__(self) -> str:
+        return " ".join((*self.config, *["--corpus"] * self.corpus, f"on {self.world} GPUs"))
+
+    @property
+    def config(self) -> list[str]:
+        return [f"configs/{self.recipe}.yaml", *self.keys]
+
+    def plan(self, gpu: str | None) -> Plan:
+        return plan(configuration(self.recipe, self.keys), self.world, one_rank.machine_of(gpu, self.fabric))
+
+    def row(self, rows: list[dict]) -> dict | None:
+        wanted = whole_job.identity(self.config, self.world, self.corpus)
+        return next((row for row in reversed(rows) if wanted.items() <= row.items()), None)
+
+
 def jobs() -> Iterator[Job]:
     for recipe, world, fabric, formats in RECIPES:
         for keys in formats:
             yield job_of(recipe, keys, world, fabric)
+
+
+def whole_jobs(gpus: int) -> Iterator[Whole]:
+    """Yield those of mock data first: of them are the documents' figures."""
+    for use, corpus in USES:
+        for keys in BOTH:
+            for recipe in WHOLE:
+                yield Whole(recipe, (*keys, *use), corpus, gpus, "ndr400")
 
 
 def checks() -> Iterator[tuple[str, Job, Real]]:
@@ -243,15 +292,45 @@ def run_missing(args: argparse.Namespace) -> int:
             print(f"    {result['step_seconds']:.3f} s a step; seconds: {wall or 'not told'}", flush=True)
 
 
+def run_whole(args: argparse.Namespace) -> int:
+    """Run whole jobs one after another, on all of args.gpus; return how many failed."""
+    end, failed, gpu = time.monotonic() + args.seconds, 0, record.environment()["gpu"]
+    options = ["--results", str(args.results.resolve())] + (["--commit", args.commit] if args.commit else [])
+    with Workers(args.workers) as workers:
+        if args.gpus > workers.count:
+            few = "; --gpus 4 runs what fits into four" if workers.count >= 4 else ""
+            print(f"whole jobs of {args.gpus} GPUs cannot run: there are {workers.count}{few}", flush=True)
+            return 1
+        for whole in whole_jobs(args.gpus):
+            if whole.row(of_gpu(record.rows(args.results), gpu)) is not None:
+                continue
+            planned, left = whole.plan(gpu), end - time.monotonic()
+            seconds = START_SECONDS + 1.2 * planned.cfg.train.steps * planned.step_seconds
+            if not planned.fits:
+                room = available_gib(planned.machine)
+                print(f"{whole}\n    does not fit: {planned.memory_gib:.1f} GiB of {room:.1f} planned", flush=True)
+            elif left < seconds:
+                print(f"{whole}\n    takes some {seconds:.0f} s; {max(0, left):.0f} s are left", flush=True)
+            else:
+                arguments = [*whole.config, *["--corpus"] * whole.corpus, *options]
+                workers.start(whole, "benchmarks/whole_job.py", arguments, args.gpus, min(left, 2 * seconds))
+                child, result = workers.next()
+                bad = isinstance(result, Exception)
+                failed += bad
+                print(f"{whole}: {child.seconds:.1f} s\n    {result if bad else whole_job.summary(result)}", flush=True)
+    return failed
+
+
 # ---- the page -------------------------------------------------------------------------------------------------------
 
 
 def markdown(rows: list[dict]) -> str:
     """A table for each kind of GPU, H100 first: a line a row, jobs in their order, and what is missing."""
-    gpus = {row["gpu"] for row in rows if row["kind"] in ("one_rank", "step")}
+    gpus = {row["gpu"] for row in rows if row["kind"] in ("one_rank", "step", "job")}
     lines = [LABEL.rstrip()]
     for gpu in sorted(gpus, key=lambda gpu: ("H100" not in (gpu or ""), gpu or "")):
-        lines += [*table(gpu, of_gpu(rows, gpu)), *against_two_gpus(gpu, of_gpu(rows, gpu))]
+        mine = of_gpu(rows, gpu)
+        lines += [*table(gpu, mine), *against_two_gpus(gpu, mine), *of_whole_jobs(gpu, mine)]
     return "\n".join(lines) + "\n"
 
 
@@ -290,6 +369,29 @@ def against_two_gpus(gpu: str | None, rows: list[dict]) -> list[str]:
         "| job | both s | job s | off | without traffic s | off |",
     ]
     return [*header, "|---|---|---|---|---|---|", *lines] if lines else []
+
+
+def of_whole_jobs(gpu: str | None, rows: list[dict]) -> list[str]:
+    """Write a table of the jobs that ran whole on one kind of GPU; nothing without rows. rows: of this kind."""
+    lines, found = [], []
+    worlds = sorted({row["world"] for row in rows if row["kind"] == "job"}, reverse=True)
+    for whole in (whole for world in worlds for whole in whole_jobs(world)):
+        if (row := whole.row(rows)) is None:
+            continue
+        expected, cfg = whole.plan(gpu), configuration(whole.recipe, whole.keys)
+        as_it_stands = whole.world == WHOLE_GPUS and not whole.corpus
+        cells = [whole.recipe, whole.world, cfg.precision.dtype if cfg.precision.fp8 == "none" else "FP8"]
+        cells += ["corpus" if whole.corpus else "mock", row["steps"], cfg.train.global_batch_size]
+        cells += [f"{row['step_seconds']:.3f}", f"{expected.step_seconds:.3f}"]
+        cells += [_off(expected.step_seconds, row["step_seconds"]), published(cfg, whole) if as_it_stands else ""]
+        cells += [f"{row['tflops']:.0f}", _figure(row["memory_gib"], 1), f"{expected.memory_gib:.1f}"]
+        cells += [f"{row['first_loss']:.3f}", f"{row['last_loss']:.3f}", "yes" if as_it_stands else "no"]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+        found.append(row)
+    header = ["", f"### Whole jobs on {gpu or 'CPU'}s", "", WHOLE_LABEL, "", f"| {WHOLE_COLUMNS} |"]
+    columns = WHOLE_COLUMNS.count("|") + 1
+    origins = dict.fromkeys(map(record.origin, found))
+    return [*header, "|" + "---|" * columns, *lines, "", *origins] if lines else []
 
 
 def _off(said: float, took: float) -> str:
@@ -332,7 +434,7 @@ def planned(cfg: Config, run: Run, gpu: str | None) -> float:
     return plan(cfg, run.world, one_rank.machine_of(gpu, run.fabric)).step_seconds
 
 
-def published(cfg: Config, run: Run) -> str:
+def published(cfg: Config, run: Run | Whole) -> str:
     """What published.json has of the same recipe, GPUs, batch and number format, the first of them."""
 
     def kind(cfg: Config) -> tuple:
@@ -350,11 +452,15 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--missing", action="store_true", help="run what has no row yet")
     parser.add_argument("--two-gpus", action="store_true", help="with --missing: the jobs of two GPUs instead")
+    parser.add_argument("--whole", action="store_true", help="run the documents' one-node jobs themselves")
+    parser.add_argument("--gpus", type=int, default=WHOLE_GPUS, help=f"with --whole (default {WHOLE_GPUS})")
     parser.add_argument("--workers", type=int, help="measurements at a time (default: one on each visible GPU)")
     parser.add_argument("--seconds", type=float, default=3600, help="time for that, in all (default 3600)")
     record.add_options(parser)
     args = parser.parse_args(argv)
-    failed = run_missing(args) if args.missing else 0
+    if args.gpus != WHOLE_GPUS and not args.whole:
+        parser.error("--gpus is of --whole; add it")
+    failed = (run_missing(args) if args.missing else 0) + (run_whole(args) if args.whole else 0)
     text = markdown(record.rows(args.results))
     args.results.with_name("recipes.md").write_text(text, encoding="utf-8")
     print(text, end="")

@@ -116,7 +116,8 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
         signer = Signer(os.environ.get("MINITRON_SECRET", ""), job, log.alarm)
         # Ranks of one pipeline stage are compared, if it has two or more.
         timed = cfg.train.check_speed_every and world > cfg.parallel.pp
-        stopwatch = Stopwatch(device, chosen.add_now) if timed else None
+        waits_often = cfg.parallel.tp * cfg.parallel.cp * cfg.parallel.vp > 1
+        stopwatch = Stopwatch(device, chosen.add_now, waits_often) if timed else None
         mesh = make_mesh(cfg, world, device, listener, signer, stopwatch)
         stop = Stop(mesh, log, cfg.train.max_skipped, listener, signer)
         with watched(mesh, log, cfg.train.hang_seconds, listener, signer):

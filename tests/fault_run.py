@@ -19,6 +19,7 @@ speaks@S      to say which collective failed takes S seconds
 impatient     after SIGTERM a rank may stand still for one second
 dies@R@P      rank R is killed when it comes to P: groups (before it makes any), mesh (before those of its axes), start
 patient       torch waits a day for other ranks, so that train.hang_seconds alone ends a rank that waits
+nodes@N       the ranks play N nodes, which communicate by sockets (tests/nodes.py)
 late@P        rank 0 serves the store on port P, as where srun starts ranks, and rank 1 is late at the gate after step 3
 """
 
@@ -35,10 +36,12 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+import nodes as played
 import replay as twin
 import warm
 from minitron import pretrain
@@ -53,6 +56,7 @@ from minitron.pipeline import executor
 from minitron.pipeline import replay as graph
 from minitron.pipeline.replay import Replay
 from minitron.runtime import stop
+from minitron.runtime.stragglers import Stragglers
 from minitron.train import Trainer
 
 ROOT = Path(__file__).parents[1]
@@ -181,7 +185,13 @@ def halt(rank):
 
 
 def slow(rank):
-    forward = executor.Pass.forward
+    forward, judge = executor.Pass.forward, Stragglers._judge
+
+    def shown(compared, step, times):
+        if os.environ["RANK"] == "0":
+            lowest_and_highest = np.sort(times, 0)[[0, 1, -2, -1]].T.round(4).tolist()
+            print(f"step {step}: own seconds, lowest two and highest two by rank: {lowest_and_highest}", flush=True)
+        judge(compared, step, times)
 
     def dawdles(run, op):
         if os.environ["RANK"] == rank and run.executor.device.type == "cpu":
@@ -192,7 +202,7 @@ def slow(rank):
                 x @ x
         return forward(run, op)
 
-    executor.Pass.forward = dawdles
+    executor.Pass.forward, Stragglers._judge = dawdles, shown
 
 
 def busy():
@@ -368,6 +378,10 @@ def late(port):
     stop.Stop.should_stop = waits
 
 
+def nodes(number):
+    played.play(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(number))
+
+
 def main(planted, *argv):
     faults = (
         sleep,
@@ -385,6 +399,7 @@ def main(planted, *argv):
         speaks,
         impatient,
         late,
+        nodes,
     )
     for one in planted.split("+"):
         fault, *arguments = one.split("@")

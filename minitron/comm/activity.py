@@ -171,12 +171,13 @@ class Stopwatch:
     """Adds up the nanoseconds between a begin and its end, without those between a pause and its resume.
 
     add_now(total, sign): adds sign times the time to total, 0-d int64 on a GPU, when the current stream comes to it.
-    None: use the host's clock.
+    None: use the host's clock. waits_often: ranks wait for each other in every layer (tp, cp) or every few (vp). Then
+    a GPU times one microbatch instead of the whole pass, since each reading of its clock is a kernel.
     """
 
-    def __init__(self, device: torch.device, add_now: Callable[[Tensor, int], None] | None):
+    def __init__(self, device: torch.device, add_now: Callable[[Tensor, int], None] | None, waits_often: bool = False):
         self.total = torch.zeros((), dtype=torch.int64, device=device)
-        self.add_now, self.on_host, self.one_microbatch = add_now, 0, add_now is not None
+        self.add_now, self.on_host, self.one_microbatch = add_now, 0, add_now is not None and waits_often
         self.running = self.paused = False
         self.scheduler = None
         with suppress(OSError):  # no Linux
@@ -184,7 +185,7 @@ class Stopwatch:
         self.stream: torch.cuda.Stream | None = None
 
     def begin(self) -> None:
-        """Begin an action that is timed."""
+        """Begin a pass or an action that is timed."""
         self.running, self.paused, self.stream = True, False, self._stream()
         self._add(-1)
 

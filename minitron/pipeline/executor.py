@@ -117,6 +117,8 @@ class Pass:
         self.deferred: dict[tuple[int, int], deque[WeightGradient]] = {}
         self.in_flight: deque[Handle[list[Tensor]]] = deque()
         self.completed = 0  # exchanges that were waited for
+        if (stopwatch := self._stopwatch(None)) is not None:
+            stopwatch.begin()
 
     def run_actions(self, actions: Sequence[Action]) -> None:
         """Run these actions, which follow those that were run before."""
@@ -148,17 +150,17 @@ class Pass:
             stopwatch.end()
         self.executor.pp.activity.ended()
 
-    def _stopwatch(self, op: Operation) -> Stopwatch | None:
-        """Return what times this operation. Evaluations are not timed.
+    def _stopwatch(self, op: Operation | None) -> Stopwatch | None:
+        """Return what times this operation; of None, what times the whole pass. Evaluations are not timed.
 
-        If only one microbatch is timed, it is the last forward, after all gathers, and the first backward, before all
-        reductions.
+        If one microbatch is timed instead of the pass, it is the last forward, after all gathers, and the first
+        backward, before all reductions.
         """
         stopwatch = self.executor.pp.activity.stopwatch
-        if stopwatch is None or self.loss_grad is None:
+        if stopwatch is None or self.loss_grad is None or stopwatch.one_microbatch == (op is None):
             return None
         timed = len(self.batches) - 1 if isinstance(op, Forward) else 0
-        return stopwatch if not stopwatch.one_microbatch or op.mb == timed else None
+        return stopwatch if op is None or op.mb == timed else None
 
     def forward(self, op: Forward) -> None:
         x = self._input(op)
@@ -212,6 +214,8 @@ class Pass:
         self.join()
         tables = self.received, self.pending_sends, self.saved, self.deferred
         assert not any(tables), "the schedule left values unused"
+        if (stopwatch := self._stopwatch(None)) is not None:
+            stopwatch.end()
         return self.loss
 
     def _input(self, op: Operation) -> Tensor | None:

@@ -5,15 +5,15 @@ A GPU that throttles costs a thousand others a tenth of their time, and no figur
 idea: each rank measures the time in which it computes and waits for no other rank. The ranks of a pipeline stage, which
 do the same work, compare these times.
 
-    rank 0   [compute][wait......][compute][wait......]     own time:  8 + 7     Each action adds its end and subtracts
-    rank 1   [compute.........][][compute.........][   ]              17 + 17    its begin, and a wait in it the other
-                                                                                 way round, to one sum.
+    rank 0   [compute][wait......][compute][wait......]     own time:  8 + 7     A pass adds its end and subtracts its
+    rank 1   [compute.........][][compute.........][   ]              17 + 17    begin, and a wait in it the other way
+                                                                                 round, to one sum.
 
-    CPU    the host's clock, without the time in which Linux ran other programs; all forwards and backwards
-    GPU    a kernel reads the GPU's clock and adds it to a word of its memory, in an eager step and in a replayed graph;
-           of one microbatch, since these kernels take microseconds: the last forward, which waits for no gathers of
-           parameters, and the first backward, beside which no gradients are reduced. Overlapped products are not
-           timed: their wait cannot be separated
+    CPU    the host's clock, without the time in which Linux ran other programs
+    GPU    a kernel reads the GPU's clock and adds it to a word of its memory, in an eager step and in a replayed graph.
+           These kernels take microseconds. So where ranks wait often, with tp, cp or vp, one microbatch is timed: the
+           last forward, which waits for no gathers of parameters, and the first backward, beside which no gradients are
+           reduced. Overlapped products are not timed: their wait cannot be separated
 
 Every train.check_speed_every steps these times are gathered, and copied to the host without waiting. A rank is slow if
 all but one of its last 20 steps were (`slower`): other programs make some steps slow, a slow GPU all of them. The rank

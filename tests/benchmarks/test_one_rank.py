@@ -13,13 +13,14 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks import one_rank, partners, recipes, record, workers
+from benchmarks import nccl_memory, one_rank, partners, recipes, record, whole_job, workers
 from benchmarks.calibration import DEVICES
 from minitron import train
 from minitron.comm import collectives
 from minitron.comm.activity import Progress
 from minitron.comm.mesh import Axis, Mesh
 from minitron.config import cli, rules
+from minitron.config.schema import changed
 from minitron.kernels import plain
 from minitron.kernels.gemm import Payload
 from minitron.parallel.overlap import SymmetricMemoryComm
@@ -495,3 +496,72 @@ def test_jobs_of_two_gpus_are_held_against_the_real_ones(tmp_path, monkeypatch, 
 
 
 original = recipes.checks
+
+
+# ---- whole jobs -----------------------------------------------------------------------------------------------------
+
+
+def test_whole_jobs_are_the_documents_as_they_stand_and_fit_into_eight_gpus():
+    jobs = list(recipes.whole_jobs(8))
+    assert len(jobs) == len({str(job) for job in jobs}) == len(recipes.WHOLE) * 2 * 2
+    for job in jobs:
+        cfg = recipes.configuration(job.recipe, job.keys)
+        rules.check(cfg, 8)
+        stands = cli.load([str(record.ROOT / "configs" / f"{job.recipe}.yaml"), f"precision.fp8={cfg.precision.fp8}"])
+        expected = changed(stands, train=dict(steps=20)) if not job.corpus else cfg
+        assert cfg == expected and job.plan("NVIDIA H100 80GB HBM3").fits
+        assert job.corpus or job.recipe == "llama3_8b_lora" or recipes.published(cfg, job)
+
+
+def test_figures_of_a_run_are_those_of_steps_after_the_recording():
+    rows = [
+        {
+            "step_seconds": 9.0 if step < 5 else 2.0 + step % 3,
+            "tflops": {"full": 100.0},
+            "mfu": None,
+            "loss": 50.0 - step,
+        }
+        | {"memory_gib": None if step == 0 else 60.0 + step}
+        for step in range(20)
+    ]
+    found = whole_job.figures_of_steps(rows)
+    assert (found["steps"], found["step_seconds"], found["memory_gib"], found["mfu"]) == (20, 3.0, 79.0, None)
+    assert (found["first_loss"], found["last_loss"]) == (50.0, sum(50.0 - step for step in range(10, 20)) / 10)
+
+
+def test_the_corpus_of_a_whole_job_is_kept_in_the_folder_of_a_run(monkeypatch):
+    def build(cache, vocab_size):
+        raise ValueError(f"asked for {vocab_size} tokens in {cache[0]}")
+
+    monkeypatch.setattr(whole_job, "build_corpus", build)
+    monkeypatch.setenv("HOME", "/somewhere")
+    with pytest.raises(SystemExit), mock.patch("sys.stderr") as stderr:
+        whole_job.main([*TOY, "--corpus"])
+    assert "4096 tokens in /somewhere/.cache/minitron" in str(stderr.mock_calls)
+
+
+def test_whole_jobs_run_once_and_have_a_table(tmp_path, monkeypatch, capsys):
+    use = (("train.steps=3", "data.source=mock", "train.eval_every=0"), False)
+    monkeypatch.setattr(recipes, "WHOLE", ("quickstart",))
+    monkeypatch.setattr(recipes, "BOTH", (tuple(TOY[1:]),))
+    monkeypatch.setattr(recipes, "USES", (use,))
+    monkeypatch.setattr(workers, "load", lambda: None)
+    results = tmp_path / "results.jsonl"
+    call = ["--results", str(results), "--commit", "abc", "--workers", "2", "--whole"]
+    assert recipes.main(call) == 1  # eight GPUs
+    assert recipes.main([*call, "--gpus", "2", "--seconds", "10"]) == 0 and not results.exists()
+    assert "10 s are left" in capsys.readouterr().out
+    for _ in range(2):
+        assert recipes.main([*call, "--gpus", "2"]) == 0, capsys.readouterr().out
+        (row,) = record.rows(results)
+    (line,) = [line for line in (tmp_path / "recipes.md").read_text().splitlines() if line.startswith("| quickstart")]
+    assert f"| {row['step_seconds']:.3f} |" in line and line.endswith("| no |") and row["steps"] == 3
+    assert abs(row["first_loss"] - math.log(200)) < 1 and str(tmp_path) not in row["command"]
+
+
+def test_transports_are_read_from_the_log_of_nccl(tmp_path):
+    log = tmp_path / "nccl"
+    assert nccl_memory.transports(log) == []
+    lines = "Channel 00/0 : 0[0] -> 1[1] [send] via NET/Socket/0", "Channel 01/0 : 1[1] -> 0[0] via P2P/CUMEM"
+    log.write_text("\n".join(f"host:1:2 [0] NCCL INFO {line}" for line in (*lines, lines[0])))
+    assert nccl_memory.transports(log) == ["NET/Socket", "P2P/CUMEM"]

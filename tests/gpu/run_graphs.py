@@ -1,12 +1,13 @@
 """On every GPU rank: toy models whose steps are replayed as graphs, held bit by bit against eager ones.
 
-torchrun --nproc-per-node N tests/gpu/run_graphs.py [PATTERN]    prints a row per layout, exits 1 if one differs
+torchrun --nproc-per-node N tests/gpu/run_graphs.py [PATTERN ...]    prints a row per layout, exits 1 if one differs
 
-PATTERN: a regular expression that the wanted rows match somewhere, such as "gpt fp8.*'tp': 2".
+PATTERN, `--part` and `--nodes` are those of run_layouts.py. `--replays 100` replays a step 100 times instead of 4.
 """
 
 import os
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -17,26 +18,24 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS
 
 import torch
 import torch.distributed as dist
-from run_layouts import FORMATS, LAYOUTS, make, wanted
+from run_layouts import FAMILIES, FORMATS, LAYOUTS, begin, chosen, make, parser
 
-from layouts import GPT3, LLAMA, adapters_that_do_something
+from layouts import adapters_that_do_something
 from minitron.data.loader import Loader
 from minitron.data.mock import MockDataset
 from minitron.pipeline import replay as graph
 from minitron.train import build
 
-STEPS = graph.WARM_UP + 4  # of which three are replayed
 
-
-def train(base: dict, name: str, layout: dict, device: torch.device, world: int, cuda_graph: str):
+def train(base: dict, name: str, layout: dict, device: torch.device, world: int, steps: int, cuda_graph: str):
     """The figures of each step, an evaluation's among them, and of the weights at the end; and the graph."""
     cfg, mesh = make(
-        base, name, layout, device, world, cuda_graph=cuda_graph, steps=STEPS, eval_every=1, deterministic=True
+        base, name, layout, device, world, cuda_graph=cuda_graph, steps=steps, eval_every=1, deterministic=True
     )
     with adapters_that_do_something():
         trainer = build(cfg, mesh)
-    loader, figures = Loader(MockDataset(1000, 512, 8 * STEPS, 1, document_length=120.0), cfg, mesh), []
-    for step in range(STEPS):
+    loader, figures = Loader(MockDataset(1000, 512, 8 * steps, 1, document_length=120.0), cfg, mesh), []
+    for step in range(steps):
         batches = loader.step(step * 8, step)
         if step == graph.WARM_UP + 2:  # between two replayed steps
             figures.append(trainer.evaluate(batches).tolist())
@@ -59,37 +58,43 @@ def stays_eager(layout: dict) -> bool:
     return layout.get("separate", False) and (across or "attention_dropout" in layout)
 
 
+def rows_of(world: int) -> list[tuple]:
+    """List (family, format, layout)."""
+    rows = []
+    for layout in (layout for size, layout in LAYOUTS if size == world):
+        few = {"lora", "recompute", "dropout", "separate"} & layout.keys()
+        names = [name for name in FORMATS if name in ("bf16", "fp8 delayed") or not (few or name == "fp32")]
+        if not layout.get("split"):  # with one stage a graph is a microbatch
+            rows += [(family, name, layout) for family in FAMILIES for name in names]
+    return rows
+
+
 def main() -> None:
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
+    options, begun = parser(), time.monotonic()
+    options.add_argument("--replays", type=int, default=4, help="of a step (default 4)")
+    args = options.parse_args()
     torch.use_deterministic_algorithms(True)
-    dist.init_process_group("nccl", device_id=device)
-    failed = False
-    for family, base in (("llama", LLAMA), ("gpt", GPT3)):
-        for size, layout in LAYOUTS:
-            if size != world or layout.get("split"):  # with one stage a graph is a microbatch
-                continue
-            few = {"lora", "recompute", "dropout", "separate"} & layout.keys()
-            for name in [name for name in FORMATS if name in ("bf16", "fp8 delayed") or not (few or name == "fp32")]:
-                if not wanted(f"{family} {name} {layout}"):
-                    continue
-                eager, _ = train(base, name, layout, device, size, "off")
-                replayed, recorded = train(base, name, layout, device, size, "on")
-                on, graphs, nodes, seconds = recorded or (stays_eager(layout), 0, 0, 0.0)
-                same = torch.tensor(on and eager == replayed, dtype=torch.int32, device=device)
-                dist.all_reduce(same, op=dist.ReduceOp.MIN)
-                failed |= not same
-                if rank == 0:
-                    differs = next((i for i, (a, b) in enumerate(zip(eager, replayed)) if a != b), None)
-                    text = f"{graphs} graphs of {nodes} nodes, recorded in {seconds:.2f} s"
-                    if not same:
-                        text += f"; replaying {on}, first difference at {differs}" + (
-                            f": {eager[differs]} {replayed[differs]}"[:300] if differs is not None else ""
-                        )
-                    print(f"{'ok  ' if same else 'FAIL'} {family} {name} world {size} {layout}: {text}", flush=True)
+    rank, world, device = begin(args.nodes)
+    rows, off, steps = chosen(args, rows_of(world)), 0, graph.WARM_UP + args.replays
+    for family, name, layout in rows:
+        eager, _ = train(FAMILIES[family], name, layout, device, world, steps, "off")
+        replayed, recorded = train(FAMILIES[family], name, layout, device, world, steps, "on")
+        on, graphs, nodes, seconds = recorded or (stays_eager(layout), 0, 0, 0.0)
+        same = torch.tensor(on and eager == replayed, dtype=torch.int32, device=device)
+        dist.all_reduce(same, op=dist.ReduceOp.MIN)
+        off += not same
+        if rank == 0:
+            differs = next((i for i, (a, b) in enumerate(zip(eager, replayed)) if a != b), None)
+            text = f"{graphs} graphs of {nodes} nodes, recorded in {seconds:.2f} s"
+            if not same:
+                text += f"; replaying {on}, first difference at {differs}" + (
+                    f": {eager[differs]} {replayed[differs]}"[:300] if differs is not None else ""
+                )
+            print(f"{'ok  ' if same else 'FAIL'} {family} {name} world {world} {layout}: {text}", flush=True)
+    if rank == 0:
+        print(f"{len(rows)} rows in {time.monotonic() - begun:.0f} s, {off} off")
     dist.destroy_process_group()
-    sys.exit(failed)
+    sys.exit(off > 0)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
 """On every GPU rank: a toy model in each layout that the world allows, held against one process on one GPU.
 
-torchrun --nproc-per-node N tests/gpu/run_layouts.py [PATTERN]    prints a row per layout, exits 1 if one is off
+torchrun --nproc-per-node N tests/gpu/run_layouts.py [PATTERN ...]    prints a row per layout, exits 1 if one is off
 
-PATTERN: a regular expression that the wanted rows match somewhere, such as "gpt fp8.*'tp': 2".
+PATTERN: a regular expression that the wanted rows match somewhere, such as "gpt fp8.*'tp': 2". `--part 1/2` runs the
+first half of these rows. `--nodes 2` lets the ranks play two nodes, which communicate by sockets (tests/nodes.py).
 """
 
+import argparse
 import os
 import re
 import sys
+import time
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import torch.distributed as dist
 
+import nodes
 from layouts import GPT3, LLAMA, adapters_that_do_something, config, first_gradients, part_of, split_backwards
 from minitron.comm.mesh import Mesh
 from minitron.config import rules
@@ -96,6 +100,7 @@ LAYOUTS = [
     (4, dict(node_ranks=2)),
     (4, dict(node_ranks=2, tp=2)),
 ]
+FAMILIES = {"llama": LLAMA, "gpt": GPT3}
 FORMATS = {name: dict(precision=dict(dtype=name)) for name in ("fp32", "bf16", "fp16")}
 FORMATS["bf16 gradients"] = dict(precision=dict(dtype="bf16"), optimizer=dict(grad_dtype="bf16"))
 FORMATS["bf16 wire"] = dict(precision=dict(dtype="bf16"), optimizer=dict(reduce_dtype="bf16"))
@@ -161,9 +166,53 @@ def train(base: dict, name: str, layout: dict, device: torch.device, world: int)
     return losses, gradients
 
 
-def wanted(row: str) -> bool:
-    """Tell whether the command line asks for a row of this family, format and layout."""
-    return all(re.search(pattern, row) for pattern in sys.argv[1:])
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("patterns", nargs="*", metavar="PATTERN", help="which the wanted rows match somewhere")
+    parser.add_argument("--part", type=part, default=(1, 1), metavar="I/N", help="the I-th of N parts of the rows")
+    parser.add_argument("--nodes", type=int, default=1, help="that the ranks play")
+    return parser
+
+
+def part(text: str) -> tuple[int, int]:
+    i, n = map(int, text.split("/"))
+    if not 0 < i <= n:
+        raise argparse.ArgumentTypeError(f"{text!r} is no part; the last one of {n} is {n}/{n}")
+    return i, n
+
+
+def chosen(args: argparse.Namespace, rows: list[tuple]) -> list[tuple]:
+    """Return the part of the matching rows that the command line asks for. A row: family, format, layout."""
+    i, n = args.part
+    rows = [row for row in rows if all(re.search(pattern, "{} {} {}".format(*row)) for pattern in args.patterns)]
+    return rows[len(rows) * (i - 1) // n : len(rows) * i // n]
+
+
+def single_of(layout: dict) -> dict:
+    """Return the keys of a layout that the one process has as well."""
+    single = {
+        key: value for key, value in layout.items() if key in ("separate", "dropout", "attention_dropout", "lora")
+    }
+    if "attention_dropout" in layout:
+        single["attention"] = "reference"  # the plain formulas, whatever the layout runs
+    return single
+
+
+def rows_of(world: int) -> list[tuple]:
+    """List (family, format, layout), those together that have one twin: each part of the rows then has few twins."""
+    layouts = [layout for size, layout in LAYOUTS if size == world]
+    rows = [(family, name, layout) for family in FAMILIES for layout in layouts for name in formats_of(layout)]
+    return sorted(rows, key=lambda row: (row[0], str(single_of(row[2])), row[1]))
+
+
+def begin(nodes_played: int) -> tuple[int, int, torch.device]:
+    """Make the process group of the ranks, which play that many nodes; return rank, world and this rank's GPU."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    nodes.play(rank, world, nodes_played)
+    dist.init_process_group("nccl", device_id=device)
+    return rank, world, device
 
 
 def distance(parts: dict, whole: dict) -> float:
@@ -176,45 +225,34 @@ def distance(parts: dict, whole: dict) -> float:
 
 
 def main() -> None:
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    failed = False
-    for family, base in (("llama", LLAMA), ("gpt", GPT3)):
-        twins = {}
-        for size, layout in LAYOUTS:
-            if size != world:
-                continue
-            kept = ("separate", "dropout", "attention_dropout", "lora")
-            single = {key: value for key, value in layout.items() if key in kept}
-            if "attention_dropout" in layout:
-                single["attention"] = "reference"  # the plain formulas, whatever the layout runs
-            kind = str(single)
-            for dtype in formats_of(layout):
-                if not wanted(f"{family} {dtype} {layout}"):
-                    continue
-                for d in ("fp32", dtype):
-                    if (d, kind) not in twins:
-                        twins[d, kind] = train(base, d, single, device, 1)
-                exact, twin = twins["fp32", kind], twins[dtype, kind]
-                losses, gradients = train(base, dtype, layout, device, size)
-                error, loss_error = distance(gradients, exact[1]), abs(losses[1]["loss"] / exact[0][1]["loss"] - 1)
-                # float32: sums in another order. Else: no further off than one process in that format, but for chance.
-                bound = 1e-5 if dtype == "fp32" else 1.5 * distance(twin[1], exact[1])
-                worst = torch.tensor([error, loss_error], device=device)
-                dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-                error, loss_error = worst.tolist()
-                ok = error <= bound and loss_error <= (1e-5 if dtype == "fp32" else 5e-3 if "fp8" in dtype else 1e-3)
-                failed |= not ok
-                if rank == 0:
-                    print(
-                        f"{'ok  ' if ok else 'FAIL'} {family} {dtype} world {size} {layout}: gradients off by "
-                        f"{error:.2e} (bound {bound:.2e}), second loss by {loss_error:.2e}",
-                        flush=True,
-                    )
+    args, begun = parser().parse_args(), time.monotonic()
+    rank, world, device = begin(args.nodes)
+    rows, twins, off = chosen(args, rows_of(world)), {}, 0
+    for family, dtype, layout in rows:
+        base, single = FAMILIES[family], single_of(layout)
+        for d in ("fp32", dtype):
+            if (key := (family, d, str(single))) not in twins:
+                twins[key] = train(base, d, single, device, 1)
+        exact, twin = twins[family, "fp32", str(single)], twins[family, dtype, str(single)]
+        losses, gradients = train(base, dtype, layout, device, world)
+        error, loss_error = distance(gradients, exact[1]), abs(losses[1]["loss"] / exact[0][1]["loss"] - 1)
+        # float32: sums in another order. Else: no further off than one process in that format, but for chance.
+        bound = 1e-5 if dtype == "fp32" else 1.5 * distance(twin[1], exact[1])
+        worst = torch.tensor([error, loss_error], device=device)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        error, loss_error = worst.tolist()
+        ok = error <= bound and loss_error <= (1e-5 if dtype == "fp32" else 5e-3 if "fp8" in dtype else 1e-3)
+        off += not ok
+        if rank == 0:
+            print(
+                f"{'ok  ' if ok else 'FAIL'} {family} {dtype} world {world} {layout}: gradients off by "
+                f"{error:.2e} (bound {bound:.2e}), second loss by {loss_error:.2e}",
+                flush=True,
+            )
+    if rank == 0:
+        print(f"{len(rows)} rows and {len(twins)} twins in {time.monotonic() - begun:.0f} s, {off} off")
     dist.destroy_process_group()
-    sys.exit(failed)
+    sys.exit(off > 0)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,11 @@ import torch
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-@pytest.mark.parametrize("gpus", [1, 2, 4])
-def test_layouts(gpus):
+PARTS = {1: 1, 2: 3, 4: 2}  # of some minutes each
+
+
+@pytest.mark.parametrize("gpus, part", [(n, f"{i + 1}/{parts}") for n, parts in PARTS.items() for i in range(parts)])
+def test_layouts(gpus, part):
     if gpus > torch.cuda.device_count():
         pytest.skip(f"needs {gpus} GPUs")
     command = [
@@ -22,6 +25,8 @@ def test_layouts(gpus):
         "--nproc-per-node",
         str(gpus),
         str(Path(__file__).with_name("run_layouts.py")),
+        "--part",
+        part,
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
