@@ -1,8 +1,8 @@
 """Generate text from a prompt with a trained model.
 
     python tools/generate.py runs/base --prompt "Explain shutil.move(src, dst):" "Explain heapq.heappush(heap, item):"
-    python tools/generate.py Qwen3-8B --tokenizer hf:Qwen3-8B --chat --system "Answer in one sentence." \\
-        --prompt "Why is the sky blue?" --temperature 0.7 --top-p 0.9
+    python tools/generate.py Qwen3-8B --chat --system "Answer in one sentence." --prompt "Why is the sky blue?" \\
+        --temperature 0.7 --top-p 0.9
 
 The model is a checkpoint of minitron, saved in any layout, or a Hugging Face folder; it runs in one process, on a GPU
 if there is one.  Without a temperature the likeliest token is taken (greedy); with one, tokens are drawn from the
@@ -45,7 +45,7 @@ from minitron.data.corpus import build_corpus
 from minitron.data.sft import encode_chat, encode_prompt
 from minitron.data.tokenizers import Tokenizer
 from minitron.interop import hf
-from minitron.interop.hf_tokenizer import spec_of
+from minitron.interop.hf_tokenizer import end_of_answers, spec_of
 from minitron.interop.tokenizers import load_tokenizer
 from minitron.interop.weights import best_kind, config_of, open_weights
 from minitron.kernels.attention import Backend, Forward, Options
@@ -115,15 +115,6 @@ def encode_question(messages: list[dict[str, str]], tokenizer: Tokenizer) -> lis
     if tokenizer.chat is None:
         return encode_chat([*messages, {"role": "assistant", "content": ""}], tokenizer)[0]
     return tokenizer.chat.encode({"messages": messages, "add_generation_prompt": True})[0]
-
-
-def end_of_answers(tokenizer: Tokenizer) -> set[int | None]:
-    """Find the special token with which the tokenizer's chat template ends an answer, as <|im_end|>."""
-    if tokenizer.chat is None:
-        return set()
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    [tokens] = tokenizer.chat.encode({"messages": turns, "add_generation_prompt": False})
-    return set([i for i in tokens if i in tokenizer.special.values()][-1:])
 
 
 # ---- generation -----------------------------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ They come from the first of these that exists and has the ids that the run was t
   2. data.tokenizer of the run, or --tokenizer: hf:DIR as it is; gpt2:DIR and llama3:FILE as a tokenizer.json, whose
      merges are found again from the ranks; llama2:FILE as tokenizer.model
 
-A text begins with bos only if the run trained with it: pretraining has none, fine-tuning has. A model that was
-fine-tuned on Llama 3's tokens gets the chat template that it was trained with (minitron/data/sft.py).
+A text begins with bos only if the run trained with it: pretraining has none, fine-tuning has. A fine-tuned model also
+ends a text with the token that ends an answer of a chat, and gets Llama 3's chat template if it was trained with that
+(minitron/data/sft.py).
 
 Left out: `corpus` and `bytes`, for which transformers has no tokenizer.
 """
@@ -26,6 +27,7 @@ from minitron.checkpoint.weights import Weights, base_of, config_of
 from minitron.config.files import read_json, write_json
 from minitron.data.sft import HEADER
 from minitron.data.tokenizers import SentencePieceTokenizer, Tokenizer
+from minitron.interop.chat_template import find_templates
 from minitron.interop.tokenizers import TiktokenTokenizer, _printable_bytes, load_tokenizer
 
 KEPT = "tokenizer"  # folder beside an imported checkpoint
@@ -89,10 +91,16 @@ def write_tokenizer(folder: Path, reader: Weights, vocab_size: int, spec: str | 
                 raise
             own, why = None, str(error)
     kept = None if spec is not None else find_kept(reader)
+    chats, ends, note = own if finetuned else None, set(), ""
+    if chats is not None:
+        try:
+            ends = end_of_answers(chats)
+        except ValueError as error:  # as without jinja2
+            note = f", but without the token that ends an answer ({error})"
     if kept is not None and (own is None or same_ids(kept, own)):
-        ids = copy_files(kept, folder)
+        ids = add_answers(folder, copy_files(kept, folder), chats, ends)
         if any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-            return ids, f"with the tokenizer of {kept.parent if kept.name == KEPT else kept}"
+            return ids, f"with the tokenizer of {kept.parent if kept.name == KEPT else kept}{note}"
         return ids, "without a tokenizer, of which the source had none; copy its files there"
     if own is None:
         return {}, f"without a tokenizer ({why}); copy its files there, or name it with --tokenizer"
@@ -101,7 +109,7 @@ def write_tokenizer(folder: Path, reader: Weights, vocab_size: int, spec: str | 
     kind, _, path = named.partition(":")
     path = Path(os.path.expanduser(path))
     if kind == "hf":
-        ids = copy_files(path, folder) or ids
+        ids = add_answers(folder, copy_files(path, folder) or ids, chats, ends)
     elif isinstance(own, TiktokenTokenizer):
         write_json(folder / "tokenizer.json", tokenizer_json(own, own.bos if finetuned else None))
         write_settings(folder, own, "PreTrainedTokenizerFast", CHAT_TEMPLATE if chat is not None else None)
@@ -109,8 +117,39 @@ def write_tokenizer(folder: Path, reader: Weights, vocab_size: int, spec: str | 
         shutil.copyfile(path, folder / "tokenizer.model")
         more = {"legacy": False, "add_bos_token": finetuned, "unk_token": "<unk>", "add_prefix_space": own.space_first}
         write_settings(folder, own, "LlamaTokenizer", None, **more)
-    words = f"with the tokenizer {named}" if kind != "bytes" else "without a tokenizer: transformers has none of bytes"
+    words = (
+        f"with the tokenizer {named}{note}"
+        if kind != "bytes"
+        else "without a tokenizer: transformers has none of bytes"
+    )
     return write_ids(folder, ids), words
+
+
+def add_answers(folder: Path, ids: dict, own: Tokenizer | None, ends: set[int]) -> dict:
+    """Add to copied files what a model of chats needs, which their author may not have trained.
+
+    own: the tokenizer of a run on chats, else None. ends: see end_of_answers. Writes Llama 3's template if there is
+    none. Returns `ids` with the ends, as generation_config.json then has them.
+    """
+    if own is None:
+        return ids
+    path = folder / "tokenizer_config.json"
+    settings = dict(read_json(path)) if path.exists() else {}
+    if own.special.keys() >= set(HEADER) and not find_templates(folder, settings):
+        write_json(path, settings | {"chat_template": CHAT_TEMPLATE})
+    known = ids.get("eos_token_id", own.eod)
+    known = known if isinstance(known, list) else [known]
+    new = sorted(ends - set(known))
+    return write_ids(folder, ids | {"eos_token_id": known + new}) if new else ids
+
+
+def end_of_answers(tokenizer: Tokenizer) -> set[int]:
+    """Find the special token with which an answer of a chat ends, as <|im_end|>. Raises ValueError for the template."""
+    if tokenizer.chat is None:
+        return {tokenizer.special[HEADER[2]]} if HEADER[2] in tokenizer.special else set()
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    _, *answer = tokenizer.chat.encode({"messages": turns})
+    return set([i for part in answer for i in part if i in tokenizer.special.values()][-1:])
 
 
 def find_kept(reader: Weights) -> Path | None:

@@ -128,6 +128,33 @@ def test_a_chat_model_has_its_template_and_ends_its_turns(tokenizers, tmp_path):
     assert theirs(asked, add_special_tokens=False).input_ids == encode_chat(turns, ours)[0]
 
 
+@pytest.mark.parametrize("template", [None, "{{ messages }}"], ids=["no template", "its own"])
+def test_a_base_model_s_files_end_the_answers_of_chats(template, tokenizers, tmp_path):
+    """Its author ends documents alone: a server would not stop after an answer, and know no template."""
+    spec = tokenizers["llama3"]
+    ours, saves = load_tokenizer(spec), run(tmp_path, spec)
+    reader = convert_hf.open_weights(str(saves))
+    reader.config["finetune"]["kind"] = "sft"
+    kept = saves / hf_tokenizer.KEPT
+    kept.mkdir()
+    hf_tokenizer.write_tokenizer(kept, reader, 600, None)
+    settings = json.loads((kept / "tokenizer_config.json").read_text())
+    llama3 = settings.pop("chat_template")
+    own = {} if template is None else {"chat_template": template}
+    (kept / "tokenizer_config.json").write_text(json.dumps(settings | own))
+    (kept / "generation_config.json").write_text(json.dumps({"eos_token_id": ours.eod, "temperature": 0.6}))
+    (tmp_path / "out").mkdir()
+    hf_tokenizer.write_tokenizer(tmp_path / "out", reader, 600, None)
+    theirs = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
+    assert theirs.eos_token_id == [ours.eod, ours.special["<|eot_id|>"]] and theirs.temperature == 0.6
+    words = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "out"))
+    assert words.chat_template == (template or llama3)
+    reader.config["finetune"]["kind"] = None
+    (tmp_path / "pretrained").mkdir()
+    ids, _ = hf_tokenizer.write_tokenizer(tmp_path / "pretrained", reader, 600, None)
+    assert ids["eos_token_id"] == ours.eod and "chat_template" not in settings
+
+
 @pytest.fixture
 def source(tokenizers, tmp_path):
     """A model of others with a tokenizer, a chat template and settings of generation."""

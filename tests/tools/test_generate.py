@@ -11,6 +11,7 @@ from layouts import GPT3, LLAMA, config
 from minitron import finetune
 from minitron.comm.mesh import Mesh
 from minitron.interop import convert_hf
+from minitron.interop.hf_tokenizer import end_of_answers
 from minitron.model.gpt import whole_model
 from minitron.model.init import initialise
 from minitron.testing import assert_close_rel
@@ -127,8 +128,12 @@ def test_a_chat_prints_the_answer_alone(hugging_face, tmp_path, capsys):
         [ids] = model.generate(torch.tensor([prompt]), **given)
         expected += theirs.decode(ids)[len(theirs.decode(prompt)) :] + "\n\n"
     assert capsys.readouterr().out == expected
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    run(tmp_path, "--chat", "--system", "b", "--prompt", "a", "c", "--max-tokens", 6)  # the folder's own tokenizer
+    assert capsys.readouterr().out == expected
     end = theirs.convert_tokens_to_ids("<|im_end|>")
-    assert generate.end_of_answers(generate.load_tokenizer(f"hf:{tmp_path}")) == {end} != {theirs.eos_token_id}
+    assert end_of_answers(generate.load_tokenizer(f"hf:{tmp_path}")) == {end} != {theirs.eos_token_id}
 
 
 def test_draws_come_from_the_top_p_set_with_its_probabilities():
