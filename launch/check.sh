@@ -23,7 +23,7 @@ job=${1:-none} job=${job##*/} job=${job%.sbatch}
 file=$root/launch/$job.sbatch options=("${@:2}")
 if [ "$job" = helm ] || [ -n "${CONTAINER:-}" ]; then # a login node starts no container
     (cd "$root" && "${PYTHON:-python3}" -c 'import minitron.data.build') 2>/dev/null ||
-        wrong variables "${PYTHON:-python3} here has not what minitron reads with; name a Python that has: PYTHON=..."
+        wrong variables "${PYTHON:-python3} here lacks minitron's packages; name a Python that has them: PYTHON=..."
 fi
 if [ "$job" = helm ]; then
     command -v helm >/dev/null || wrong values "there is no helm here; install it, or give its folder in PATH"
@@ -65,5 +65,5 @@ else
     said=$(grep -v '^$' <<<"$said" | tail -n 1)
     wrong partition "Slurm would not take it: ${said#sbatch: }; correct -A, -p, -N or --gres"
 fi
-[ "$status" = 0 ] && echo "submit it: sbatch ${options[*]} ${file#"$PWD/"}"
+[ "$status" = 0 ] && echo "submit it, with the same variables: sbatch ${options[*]} ${file#"$PWD/"}"
 exit "$status"

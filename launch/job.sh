@@ -41,7 +41,7 @@ check_job() {
     local least=${MIN_NODES:-$2} count
     is_number "$least" 1 || { fail "MIN_NODES=$least is no number of nodes; use 1 or more, or unset it"; least=$2; }
     [ "$nodes" -ge "$least" ] ||
-        { fail "$nodes node(s) are too few for $1; submit with -N $least or more"; nodes=$least; }
+        { fail "$nodes node(s) are too few for $1; submit with -N $least or more, or set MIN_NODES=1 for a trial"; nodes=$least; }
     gpus=${RUN_CONF_GPUS_PER_NODE:-${SLURM_GPUS_PER_NODE:-8}}
     for count in "$gpus" "${SLURM_GPUS_PER_NODE:-8}"; do
         is_number "$count" 1 && continue

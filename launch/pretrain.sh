@@ -16,7 +16,7 @@ source launch/stage.sh
 source launch/job.sh
 
 [ "${MODEL_SIZE:-$size}" = "$size" ] ||
-    fail "MODEL_SIZE=$MODEL_SIZE, but this is the job of $size; submit launch/$MODEL_SIZE.sbatch"
+    fail "MODEL_SIZE=$MODEL_SIZE, but this is the job of $size; leave it unset, or submit another .sbatch file of launch/"
 check_job "$size" "$min_nodes"
 
 version=$(sed -n 's/^version = "\(.*\)"/minitron-\1/p' pyproject.toml)

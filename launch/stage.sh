@@ -5,6 +5,8 @@
 #   CONTAINER         image to run in, a .sqsh file or a name that enroot imports (needs pyxis); unset: the environment
 #   CONTAINER_MOUNTS  what it sees beside this checkout and STAGE_PATH, as in /data:/data,/scratch:/scratch
 #   VENV              the environment otherwise (default: $STAGE_PATH/venv, made by launch/setup.sh)
+#   TOKENIZER         bytes, gpt2:DIR, llama3:FILE, llama2:FILE or hf:DIR (default: what launch/setup.sh puts there)
+#   FILES             how many pairs of files a dataset has (default: 4 for gpt3, 2 for llama3.1)
 [ "${1:-}" != --help ] || exec sed -n '/^#!/d;/^#SBATCH/d;/^#/!q;s/^# \{0,1\}//p' "$0"
 
 # fail MESSAGE...: ends a job. To launch/check.sh it says so, in the form of tools/check_job.py, and the other variables
@@ -61,8 +63,6 @@ need_python() {
 }
 
 # use_dataset gpt3|llama3.1: sets `folder`, `name` and `files` (how many pairs) of a dataset and its `tokenizer`.
-#   FILES      (default: 4 for gpt3, 2 for llama3.1)
-#   TOKENIZER  bytes, gpt2:DIR, llama3:FILE, llama2:FILE or hf:DIR (default: what launch/setup.sh puts into the folder)
 use_dataset() {
     case $1 in
     gpt3)

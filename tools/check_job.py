@@ -177,7 +177,8 @@ def _indexed(cfg: Config, tokenizer: Tokenizer | None) -> str:
     needed = consumed_of(cfg.data.skip_samples, trained) * cfg.train.seq_len
     files = f"{len(prefixes)} pair{'s' * (len(prefixes) > 1)} of files"
     rest = f"; the ids of {unread} were not read: tools/check_data.py reads them" if unread else ""
-    return f"{files}, {total:,} tokens, of which the run reads {needed:,}{rest}"
+    often = f": each about {needed / total:.0f} times" if needed > 1.5 * total else ""
+    return f"{files}, {total:,} tokens, {'and' if often else 'of which'} the run reads {needed:,}{often}{rest}"
 
 
 def _sft(cfg: Config, tokenizer: Tokenizer | None) -> str:

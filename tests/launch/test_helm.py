@@ -341,6 +341,10 @@ def test_the_readmes_nodes_have_as_many_gpus_as_its_pods():
             {"workload__restarts": 9},
             "workload.restarts needs a file system that all pods see, for which a bucket is too",
         ),
+        (
+            {"workload__restarts": 9, "workload__rounds": "/data/rounds"},
+            "workload.rounds=/data/rounds is in none of workload.volumes",
+        ),
         ({"workload__spareNodes": 1}, "workload.spareNodes=1 pods would wait for nothing; set workload.restarts, too"),
         ({"workload__gpu": 8}, "additional properties 'gpu' not allowed"),
         ({"network__stack": "tcpx"}, "/network/stack"),
@@ -350,6 +354,14 @@ def test_the_readmes_nodes_have_as_many_gpus_as_its_pods():
 def test_mistakes_end_before_anything_is_installed(settings, message):
     result = helm(**settings)
     assert result.returncode != 0 and message in result.stderr, result.stderr
+
+
+@pytest.mark.parametrize("text", ["configs/gpt3_175b.yaml", "train: [1"])
+def test_a_config_that_is_no_yaml_of_keys_is_refused(text, tmp_path):
+    """As the name of a file, by --set in the place of --set-file."""
+    (tmp_path / "values.yaml").write_text(json.dumps({"config": text}))
+    result = helm("-f", str(tmp_path / "values.yaml"), config=None)
+    assert result.returncode != 0 and "--set-file config=" in result.stderr, result.stderr
 
 
 def test_all_that_is_missing_is_named_at_once():

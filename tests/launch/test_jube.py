@@ -303,13 +303,20 @@ def test_gpus_that_slurm_does_not_manage(tmp_path, slurm):
 
 @needs_jube
 @pytest.mark.slow
-def test_jube_prints_the_reason_of_a_failed_step(tmp_path, slurm):
+@pytest.mark.parametrize(
+    "wrong, reason",
+    [
+        (dict(tp_size=5), "parallel.tp*pp*cp=5*4*1=20 does not divide"),
+        (dict(nodes=1, gpus_per_node=2), "parallel.tp*pp*cp=2*4*1=8 needs 8 ranks, but there are 2"),
+    ],
+)
+def test_jube_prints_the_reason_of_a_failed_step(tmp_path, slurm, wrong, reason):
     """By the manual's command."""
-    write_benchmark(tmp_path, tp_size=5)
+    write_benchmark(tmp_path, **wrong)
     jube(tmp_path, "run", "nlp_benchmark.yaml", "--tag", "13")
     [command] = re.findall(r"`jube (info .*) -s STEP`", (ROOT / "launch/README.md").read_text())
-    reason = jube(tmp_path, *command.replace("launch/jube/", "").split(), "-s", "build").split("Errors found")[1]
-    assert "build/work/stderr:\nerror: parallel.tp*pp*cp=5*4*1=20 does not divide" in reason
+    found = jube(tmp_path, *command.replace("launch/jube/", "").split(), "-s", "build").split("Errors found")[1]
+    assert f"build/work/stderr:\nerror: {reason}" in found
 
 
 @needs_jube

@@ -828,10 +828,11 @@ def test_mistakes_of_fine_tuning_are_one_line_and_a_failed_job(cluster, stage, v
 # ---- a trial of one node of CPUs ------------------------------------------------------------------------------------
 
 
-def trial(cluster, folder: Path, *more: str) -> tuple[str, list[str]]:
+def trial(cluster, folder: Path, *more: str, size: str = "8b") -> tuple[str, list[str]]:
     """Type the manual's commands in `folder`, with more overrides; the job's state, and what Slurm's own file holds."""
-    manual = (ROOT / "launch/README.md").read_text()
-    commands = "export STAGE_PATH=$PWD" + manual.split("export STAGE_PATH=$PWD")[1].split("```")[0]
+    section = (ROOT / "launch/README.md").read_text().split("### A trial without GPUs")[1]
+    first, second = section.split("```")[1:4:2]
+    commands = first if size == "8b" else first[: first.index("EXTRA_ARGS")] + second
     for old, new in ("$PWD/.venv", sys.prefix), ("sbatch -N 1 ", f"sbatch --parsable -N 1 {ROOT}/"):
         commands = commands.replace(old, new)
     commands = commands.replace("train.steps=20", " ".join(["train.steps=3", *more]))
@@ -851,10 +852,11 @@ def test_the_reason_of_a_failed_job_is_the_last_line_of_slurms_file(cluster, tmp
 
 
 @pytest.mark.slow
-def test_the_trial_of_the_manual_trains_on_cpus(cluster, tmp_path):
-    state, lines = trial(cluster, tmp_path)
+@pytest.mark.parametrize("size", ["8b", "175b"])
+def test_the_trial_of_the_manual_trains_on_cpus(cluster, tmp_path, size):
+    state, lines = trial(cluster, tmp_path, size=size)
     assert state == "COMPLETED", lines
-    [output] = (tmp_path / "stage").glob("results/*/bf16/8b/2/*.out")
+    [output] = (tmp_path / "stage").glob(f"results/*/bf16/{size}/2/*.out")
     assert "| 3/3 [" in output.read_text()
 
 
@@ -869,7 +871,7 @@ def test_the_trial_of_the_manual_trains_on_cpus(cluster, tmp_path):
         (dict(STAGE_PATH=""), "STAGE_PATH is not set; export STAGE_PATH="),
         (dict(STAGE_PATH="relative"), "STAGE_PATH=relative is no folder with an absolute path"),
         (dict(MIN_NODES=""), "1 node(s) are too few for 175b; submit with -N 16 or more"),
-        (dict(MODEL_SIZE="70b"), "MODEL_SIZE=70b, but this is the job of 175b; submit launch/70b.sbatch"),
+        (dict(MODEL_SIZE="70b"), "MODEL_SIZE=70b, but this is the job of 175b; leave it unset, or"),
         (dict(SLURM_GPUS_PER_NODE="8"), "Slurm gave the job 1 GPUs a node; submit with --gres=gpu:8"),
         (dict(SLURM_GPUS_PER_NODE="all"), "all is no number of GPUs"),
         (dict(RUN_CONF_GPUS_PER_NODE="0"), "0 is no number of GPUs"),

@@ -134,6 +134,8 @@ def test_a_chat_prints_the_answer_alone(hugging_face, tmp_path, capsys):
     assert capsys.readouterr().out == expected
     end = theirs.convert_tokens_to_ids("<|im_end|>")
     assert end_of_answers(generate.load_tokenizer(f"hf:{tmp_path}")) == {end} != {theirs.eos_token_id}
+    of_transformers(byte_level.to_str(), CHATML.replace("<|im_end|>", "")).save_pretrained(tmp_path / "endless")
+    assert end_of_answers(generate.load_tokenizer(f"hf:{tmp_path}/endless")) == set()
 
 
 def test_draws_come_from_the_top_p_set_with_its_probabilities():

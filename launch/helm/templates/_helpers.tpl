@@ -68,7 +68,9 @@ A value of another type is refused as well. In config that holds for texts alone
 {{- $typed := list }}
 {{- $given := list }}
 {{- $config := fromYaml .Values.config }}
-{{- if not (hasKey $config "Error") }}
+{{- with get $config "Error" }}
+{{- fail (printf "config is no YAML of keys (%s); give the run's file: --set-file config=configs/gpt3_175b.yaml" (toString . | trunc 200)) }}
+{{- end }}
 {{- range $section, $values := $config }}
 {{- if kindIs "map" $values }}
 {{- range $key, $value := $values }}
@@ -79,7 +81,6 @@ A value of another type is refused as well. In config that holds for texts alone
 {{- end }}
 {{- else }}
 {{- $typed = append $typed $section }}
-{{- end }}
 {{- end }}
 {{- end }}
 {{- range .Values.workload.arguments }}
