@@ -236,7 +236,8 @@ def find_tokenizer(folder: Path, chosen: str | None, cfg: Config, data: dict, ca
     if chosen == "corpus":
         tokenizer = build_corpus(Cache(Path(cache_dir).expanduser()), cfg.model.vocab_size).tokenizer
     else:
-        tokenizer = load_tokenizer(chosen, "--tokenizer")
+        with errors_as(ValueError, lambda error: f"{error}; --tokenizer names another one", ValueError):
+            tokenizer = load_tokenizer(chosen, "--tokenizer")
     trained = data.get("tokenizer")
     if trained in (None, tokenizer.fingerprint) and tokenizer.vocab_size > cfg.model.vocab_size:
         raise ValueError(

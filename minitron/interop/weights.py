@@ -21,6 +21,7 @@ from minitron.checkpoint.format import CheckpointError, disk_errors
 from minitron.checkpoint.load import check_tensors
 from minitron.checkpoint.reader import Reader
 from minitron.checkpoint.weights import Weights, base_of, best_kind, check_base, config_of, fingerprint
+from minitron.config.files import errors_as
 from minitron.config.schema import Config, ModelConfig
 from minitron.config.sizes import adapted, linear_sizes
 from minitron.interop import hf
@@ -49,7 +50,9 @@ def open_weights(
     if base is None:
         raise CheckpointError(f"{reader.path} holds an adapter and no path of its weights; name their folder")
     key = f"the base of the adapter in {reader.path}: "
-    return MergedAdapter(reader, cfg, open_weights(base, vocab_multiple=cfg.model.vocab_multiple, key=key))
+    with errors_as(CheckpointError, lambda error: f"{error}; tools take another place by --base", CheckpointError):
+        frozen = open_weights(base, vocab_multiple=cfg.model.vocab_multiple, key=key)
+    return MergedAdapter(reader, cfg, frozen)
 
 
 class AdapterRows(NamedTuple):
