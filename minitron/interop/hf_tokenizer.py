@@ -20,6 +20,7 @@ Left out: `corpus` and `bytes`, for which transformers has no tokenizer.
 import os
 import shutil
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 
 from minitron.checkpoint.reader import Reader
@@ -144,12 +145,13 @@ def add_answers(folder: Path, ids: dict, own: Tokenizer | None, ends: set[int]) 
 
 
 def end_of_answers(tokenizer: Tokenizer) -> set[int]:
-    """Find the special token with which an answer of a chat ends, as <|im_end|>. Raises ValueError for the template."""
+    """Find the special tokens after the text of an answer, as <|im_end|>. Raises ValueError for the template."""
     if tokenizer.chat is None:
         return {tokenizer.special[HEADER[2]]} if HEADER[2] in tokenizer.special else set()
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    _, *answer = tokenizer.chat.encode({"messages": turns})
-    return set([i for part in answer for i in part if i in tokenizer.special.values()][-1:])
+    [tokens] = tokenizer.chat.encode({"messages": turns, "add_generation_prompt": False})
+    special = set(tokenizer.special.values())
+    return special & set(takewhile(lambda i: i in special or not tokenizer.decode([i]).strip(), reversed(tokens)))
 
 
 def find_kept(reader: Weights) -> Path | None:
