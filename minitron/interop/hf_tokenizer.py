@@ -119,9 +119,9 @@ def write_tokenizer(folder: Path, reader: Weights, vocab_size: int, spec: str | 
         more = {"legacy": False, "add_bos_token": finetuned, "unk_token": "<unk>", "add_prefix_space": own.space_first}
         write_settings(folder, own, "LlamaTokenizer", None, **more)
     words = (
-        f"with the tokenizer {named}{note}"
-        if kind != "bytes"
-        else "without a tokenizer: transformers has none of bytes"
+        "without a tokenizer: transformers has none of bytes"
+        if kind == "bytes"
+        else f"with the tokenizer {named}{note}"
     )
     return write_ids(folder, ids), words
 
@@ -138,7 +138,7 @@ def add_answers(folder: Path, ids: dict, own: Tokenizer | None, ends: set[int]) 
     settings = dict(read_json(path)) if path.exists() else {}
     if own.special.keys() >= set(HEADER) and not find_templates(folder, settings):
         write_json(path, settings | {"chat_template": CHAT_TEMPLATE})
-    known = ids.get("eos_token_id", own.eod)
+    known = own.eod if ids.get("eos_token_id") is None else ids["eos_token_id"]
     known = known if isinstance(known, list) else [known]
     new = sorted(ends - set(known))
     return write_ids(folder, ids | {"eos_token_id": known + new}) if new else ids
