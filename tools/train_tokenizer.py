@@ -23,11 +23,12 @@ import sentencepiece
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
-from minitron.config.command import Parser, new_folder, new_path, positive, run
+from minitron.config.command import Parser, positive, run
 from minitron.config.files import write_json
 from minitron.config.installed import pip_install
 from minitron.config.text import printable
 from minitron.data.corpus import PIECES, UNCHANGED
+from minitron.interop.new_folder import new_folder, new_path
 from minitron.interop.tokenizers import LLAMA3_SPLIT, load_tokenizer
 from tools.rows import documents, files_of, read_batches
 

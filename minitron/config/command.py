@@ -6,12 +6,10 @@ A tool's `main(argv)` parses with `Parser`, raises ValueError for a user's mista
 import argparse
 import contextlib
 import math
-import os
 import re
-import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -78,27 +76,3 @@ def positive(kind: type[int] | type[float]) -> Callable[[str], Any]:
         raise argparse.ArgumentTypeError(f"{text} is no {name}")
 
     return convert
-
-
-def new_path(text: str) -> str:
-    """Convert the argument that names what a command makes. Raises ArgumentTypeError if it exists."""
-    if os.path.lexists(text):
-        raise argparse.ArgumentTypeError(f"{text} exists already; delete it or name a new folder")
-    return text
-
-
-@contextlib.contextmanager
-def new_folder(target: str) -> Iterator[Path]:
-    """Make a temporary folder beside `target`. It is renamed to `target` at the end, and removed after an error."""
-    path = Path(target)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
-        partial.mkdir()
-        try:
-            yield partial
-            partial.rename(path)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be written ({error}); nothing is left of it") from error

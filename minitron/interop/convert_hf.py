@@ -30,13 +30,14 @@ from tqdm import tqdm
 from minitron.checkpoint.boxes import row_blocks
 from minitron.checkpoint.format import header
 from minitron.checkpoint.load import check_tensors
-from minitron.config.command import Parser, new_folder, new_path, positive
+from minitron.config.command import Parser, positive
 from minitron.config.files import write_json
 from minitron.config.schema import ModelConfig
 from minitron.config.text import printable
 from minitron.interop import hf, hf_tokenizer
 from minitron.interop import hf_write as hf_export
 from minitron.interop.import_weights import BLOCK_VALUES, Source, add_arguments, import_weights, in_files
+from minitron.interop.new_folder import new_folder, new_path
 from minitron.interop.weights import MergedAdapter, best_kind, config_of, open_weights
 from minitron.kernels.gemm import DTYPES
 

@@ -6,7 +6,7 @@ model, the number format of the weights, and reads boxes of tensors under minitr
     convert_hf.py         a Hugging Face folder    reads the rows of a block
     convert_megatron.py   open_megatron            reads and rearranges one tensor at a time
 
-The checkpoint appears whole or not at all: it is written below a temporary name (`config.command.new_folder`).
+The checkpoint appears whole or not at all: it is written below a temporary name (new_folder.py).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from tqdm import tqdm
 from minitron.checkpoint.boxes import TensorShard, row_blocks
 from minitron.checkpoint.directory import begin, commit
 from minitron.checkpoint.format import describe, index_bytes, index_tensors, write_shard
-from minitron.config.command import new_folder, new_path
 from minitron.config.schema import Config, ModelConfig, PrecisionConfig
 from minitron.config.text import printable
 from minitron.interop import hf
+from minitron.interop.new_folder import new_folder, new_path
 from minitron.kernels.gemm import DTYPES
 
 FILE_BYTES = 2 << 30  # the most that a file of a checkpoint holds
