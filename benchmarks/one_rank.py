@@ -220,10 +220,11 @@ def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, clock: Clock, laps: L
     update_host = host_of_update(trainer, step)  # of a step that is recorded and replayed
     measure.synchronize(device)
     laps.end("eager")
-    if graph is not None:
-        if not graph.replaying:
-            raise SystemExit("error: no step could be recorded, for the reason above; use --graph off")
-        laps.move("eager", "capture", graph.capture_seconds)
+    recorded = None if graph is None else graph.training
+    if recorded is not None:
+        laps.move("eager", "capture", recorded.seconds)
+    elif graph is not None:
+        raise SystemExit("error: no step could be recorded, for the reason above; use --graph off")
     timed = []
     for _ in range(args.steps - measure.WARMUP):
         measure.synchronize(device)
@@ -250,8 +251,8 @@ def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, clock: Clock, laps: L
         "update_host_seconds": update_host,
         "job_step_seconds": None,
         "job_quiet_seconds": None,
-        "nodes": graph.nodes - 4 * microbatches * len(trainer.chunks) if graph is not None else None,  # the clock's
-        "capture_seconds": graph.capture_seconds if graph is not None else None,
+        "nodes": None if recorded is None else recorded.nodes - 4 * microbatches * len(trainer.chunks),  # the clock's
+        "capture_seconds": None if recorded is None else recorded.seconds,
         "device_gib": gib,
         "loss": figures["loss"] if trainer.chunks[-1].head is not None else None,
         "grad_norm": figures["grad_norm"],

@@ -88,8 +88,9 @@ def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, data: Datasets) -> tu
     if mesh.device.type == "cuda":  # memory that ranks share is none of the caching allocator's
         result["peak_gib"] += measure.highest(trainer.shared_bytes / 2**30, mesh.device)
     if isinstance(trainer.runner, Replay):
-        result |= {"graph": trainer.runner.replaying, "nodes": trainer.runner.nodes}
-        result["capture_seconds"] = trainer.runner.capture_seconds
+        recorded = trainer.runner.training
+        result |= {"graph": recorded is not None, "nodes": recorded.nodes if recorded else 0}
+        result["capture_seconds"] = recorded.seconds if recorded else 0.0
     kernels = shares.record(lambda i: step(args.steps + i), PROFILED_STEPS) if args.profile else []
     loader.close()
     trainer.runner.close()

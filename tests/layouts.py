@@ -17,10 +17,13 @@ from minitron.config import sizes
 from minitron.config.schema import Config
 from minitron.data.mock import MockDataset
 from minitron.kernels import fp8_scales
+from minitron.kernels.kernels import choose
 from minitron.kernels.param import Shard
+from minitron.model.gpt import GPT
 from minitron.model.lora import Adapter
 from minitron.optim import replicas
 from minitron.optim.buckets import Gradients
+from minitron.parallel.layer_context import make_layer_context
 from minitron.parallel.overlap import ProcessGroupComm
 from minitron.pipeline.schedule import Schedule, operations
 from minitron.testing import assemble as assemble
@@ -156,3 +159,9 @@ class Pieces(ProcessGroupComm):
         for rank, out in enumerate(partial.chunk(self.axis.size)):
             product(x.cut(slice(rank * m, (rank + 1) * m)), out)
         return reduce_scatter_along(partial, self.axis)
+
+
+def whole_model(cfg: Config, mesh: Mesh) -> GPT:
+    """The model as one chunk, uninitialised. Collective over tp."""
+    context = make_layer_context(cfg, mesh, choose(cfg, mesh.device))
+    return GPT(cfg, mesh, context, range(cfg.model.num_layers), first=True, last=True)

@@ -50,7 +50,9 @@ from minitron.interop.tokenizers import load_tokenizer
 from minitron.interop.weights import best_kind, config_of, open_weights
 from minitron.kernels.attention import Backend, Forward, Options
 from minitron.kernels.gemm import DTYPES
-from minitron.model.gpt import GPT, whole_model
+from minitron.kernels.kernels import choose as choose_kernels
+from minitron.model.gpt import GPT
+from minitron.parallel.layer_context import make_layer_context
 
 
 def main(argv: list[str]) -> None:
@@ -217,7 +219,9 @@ def load_model(
     words = find_tokenizer(folder, tokenizer or spec_of(reader, data), cfg, data, cache_dir)
     # The number of keys varies as documents' lengths do; cuDNN would compile a plan for each.
     cfg = changed(cfg, data=dict(separate_documents=True))
-    model = whole_model(cfg, Mesh.offline(device=device)).eval()
+    mesh = Mesh.offline(device=device)
+    context = make_layer_context(cfg, mesh, choose_kernels(cfg, device))
+    model = GPT(cfg, mesh, context, range(cfg.model.num_layers), first=True, last=True).eval()
     check_tensors(reader, {param.spec.name: list(param.shape) for param in model.parameters()})
     with torch.no_grad():
         for param in model.parameters():

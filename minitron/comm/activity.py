@@ -224,8 +224,8 @@ class Stopwatch:
         return torch.cuda.current_stream(self.total.device.index) if self.total.is_cuda else None
 
 
-def listed(ranks: Iterable[int], at_most: int = 8) -> str:
-    """Write ranks as text: "rank 3", "ranks 0, 1, 2". Of more than `at_most` ranks, the first ones and the count."""
+def listed(ranks: Iterable[int], at_most: int = 8, kind: str = "rank") -> str:
+    """Write ranks as text: "rank 3", "ranks 0, 1, 2". Of more than `at_most`, the first ones and the count."""
     names = [str(rank) for rank in ranks]
     more = f", ... ({len(names)} in all)" if len(names) > at_most else ""
-    return f"rank{'s' * (len(names) > 1)} {', '.join(names[:at_most])}{more}"
+    return f"{kind}{'s' * (len(names) > 1)} {', '.join(names[:at_most])}{more}"

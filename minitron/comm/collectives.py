@@ -99,13 +99,10 @@ def all_to_all_into(out: Tensor, x: Tensor, axis: Axis) -> None:
 def gather_json(value: Any, axis: Axis, device: torch.device) -> list[Any]:
     """Return the values of all ranks of an axis, in order. They travel as JSON: no rank runs what it receives."""
     data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
-    sizes = torch.empty(axis.size, dtype=torch.int64, device=device)
-    all_gather_into(sizes, torch.tensor([len(data)], device=device), axis)
+    sizes = gather_along(torch.tensor([len(data)], device=device), axis)
     padded = data.new_zeros(int(sizes.max()))
     padded[: len(data)] = data
-    rows = padded.new_empty(axis.size * len(padded))
-    all_gather_into(rows, padded, axis)
-    texts = rows.view(axis.size, -1).tolist()
+    texts = gather_along(padded.unsqueeze(0), axis).tolist()
     return [json.loads(bytes(text[:size])) for text, size in zip(texts, sizes.tolist())]
 
 

@@ -96,7 +96,6 @@ class Mesh:
         tied: the model ties its embeddings and so needs the embedding axis. timeout: a collective of any axis fails
         after it; None: torch's own. stopwatch: times this rank's own work. node_ranks: ranks of this rank's node, which
         follow each other, for the levels of dp_cp. 0: it is not known. None: dp_cp has one level. Collective.
-        Raises ValueError if tp * pp * cp does not divide the world.
         """
         device = torch.device(device)
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -138,11 +137,7 @@ class Mesh:
 
 
 def _shape(world: int, tp: int, pp: int, cp: int) -> tuple[int, int, int, int]:
-    if world % (tp * pp * cp):
-        raise ValueError(
-            f"tp*pp*cp={tp}*{pp}*{cp}={tp * pp * cp} does not divide the world of {world} ranks; "
-            f"start a multiple of {tp * pp * cp} ranks"
-        )
+    assert world % (tp * pp * cp) == 0, f"tp*pp*cp={tp}*{pp}*{cp} does not divide the world of {world} ranks"
     return pp, world // (tp * pp * cp), cp, tp
 
 

@@ -100,16 +100,6 @@ def linear_sizes(m: ModelConfig) -> dict[str, tuple[int, int]]:
     }
 
 
-def check_pipeline_sizes(pp: int, vp: int, num_microbatches: int = 1) -> None:
-    """Raise ValueError unless there is a schedule of these sizes."""
-    for name, value in (("pp", pp), ("vp", vp), ("num_microbatches", num_microbatches)):
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1; use 1 or more")
-    if pp == 1 and vp > 1:
-        why = "interleaves the chunks of several pipeline ranks, but parallel.pp=1"
-        raise ValueError(f"parallel.vp={vp} {why}; use parallel.vp=1 or parallel.pp=2 or more")
-
-
 def stage_layers(num_layers: int, pp: int, vp: int, layers_per_stage: Sequence[int] | None = None) -> tuple[range, ...]:
     """Divide the layers among the global stages: pp * vp ranges that follow each other.
 
@@ -117,7 +107,9 @@ def stage_layers(num_layers: int, pp: int, vp: int, layers_per_stage: Sequence[i
     head and the loss, and of two ranks the later one holds fewer activations.  `layers_per_stage` gives the counts.
     Raises ValueError, in terms of the configuration's keys, when a stage would be empty or explicit counts do not fit.
     """
-    check_pipeline_sizes(pp, vp)
+    if pp == 1 and vp > 1:
+        why = "interleaves the chunks of several pipeline ranks, but parallel.pp=1"
+        raise ValueError(f"parallel.vp={vp} {why}; use parallel.vp=1 or parallel.pp=2 or more")
     stages = pp * vp
     if layers_per_stage is None:
         if num_layers < stages:

@@ -31,6 +31,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -184,11 +185,6 @@ class Fp8State:
         self.gemms.append(Fp8Gemm(self.kernels.fp8, self.dtype, self.scaling, first, *options))
         return self.gemms[-1]
 
-    def drop_casts(self) -> None:
-        """Drop the weights' casts, so that the next product casts its weight again."""
-        for gemm in self.gemms:
-            gemm.drop_casts()
-
 
 class Fp8States:
     """The FP8 states of all chunks of a rank."""
@@ -207,5 +203,5 @@ class Fp8States:
 
     def drop_casts(self) -> None:
         """Drop the weights' casts. A training step must begin without them."""
-        for state in self.states:
-            state.drop_casts()
+        for gemm in chain.from_iterable(state.gemms for state in self.states):
+            gemm.drop_casts()

@@ -56,7 +56,7 @@ def dropout(x: Tensor, p: float, counters: Tensor | None, layer: int, site: int,
     """Zero each element of x with probability p, multiply the others by 1/(1-p). x: [s, b, h], counters: [s, b].
 
     site: the number of this dropout in its layer. Returns x itself if p = 0 or counters = None (evaluation). Dim 2 of x
-    must hold all channels: a slice would get the mask of the first channels. Raises ValueError unless 0 <= p < 1.
+    must hold all channels: a slice would get the mask of the first channels.
     """
     if p == 0 or counters is None:
         return x
@@ -81,10 +81,7 @@ class AttentionDropout(NamedTuple):
         return self._replace(counters=self.counters[positions, samples])
 
     def mask(self, num_heads: int) -> Tensor:
-        """Make factors for probabilities, 0 or 1 / (1 - p): [b, num_heads, s, s] float32.
-
-        Raises ValueError unless 0 <= p < 1.
-        """
+        """Make factors for probabilities, 0 or 1 / (1 - p): [b, num_heads, s, s] float32."""
         for_queries, for_keys = self.layer_words
         heads = torch.arange(self.first_head, self.first_head + num_heads, device=self.counters.device)
         query_words = _mix(self.counters ^ for_queries).T[:, None, :]  # [b, 1, s]
@@ -135,8 +132,7 @@ def drop_elements(x: Tensor, counters: Tensor, place: int, first: int, threshold
 
 def _threshold(p: float) -> int:
     """Return the threshold: a uniform word is below it with probability p."""
-    if not 0 <= p < 1:
-        raise ValueError(f"dropout probability {p} is not in [0, 1); use 0 for no dropout")
+    assert 0 <= p < 1, f"a dropout probability of {p}"
     return round(p * 2**32)
 
 

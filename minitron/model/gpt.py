@@ -28,13 +28,12 @@ from minitron.config.schema import Config, ModelConfig
 from minitron.data.batch import Batch
 from minitron.kernels.fp8 import Fp8State
 from minitron.kernels.gemm import Activation, Gemm, Quantized
-from minitron.kernels.kernels import choose
 from minitron.kernels.param import Param, Shard, named_params_of, with_main_grad
 from minitron.kernels.rng import AttentionDropout, dropout, token_counters
 from minitron.model.layers import Norm, Residual, norm_heads, rope_frequencies, rope_tables, split_heads
 from minitron.parallel.context_parallel import ContextAttention
 from minitron.parallel.head_loss import HeadLoss
-from minitron.parallel.layer_context import LayerContext, make_layer_context
+from minitron.parallel.layer_context import LayerContext
 from minitron.parallel.linear import ColumnOp, ColumnParallelLinear, RecomputeInput, RowParallelLinear, apply_linear
 from minitron.parallel.mlp import activate, mlp
 from minitron.parallel.tiles import Documents
@@ -277,12 +276,6 @@ class GPT(nn.Module):
             counters = token_counters(self.seed, batch.step, batch.samples, batch.order)
             local = slice_along(counters, self.mesh.tp) if self.context.sequence_parallel else counters
         return Microbatch(rope, batch.documents, counters, local)
-
-
-def whole_model(cfg: Config, mesh: Mesh) -> GPT:
-    """Make the model as one chunk, uninitialised. Collective over tp."""
-    context = make_layer_context(cfg, mesh, choose(cfg, mesh.device))
-    return GPT(cfg, mesh, context, range(cfg.model.num_layers), first=True, last=True)
 
 
 def output_std(m: ModelConfig) -> float:

@@ -203,10 +203,6 @@ class Bucket:
             values[first - base : last - base].copy_(part)
         return values
 
-    def first_masters(self) -> Tensor:
-        """Return the first masters of this rank's slice, float32: the slice itself if it is float32."""
-        return self.data_slice.float() if self.first_values is None else self.first_values
-
     def begin_backward(self, last: bool) -> None:
         """In the last backward, or in both its halves, count reports."""
         self.counting = last
@@ -284,11 +280,11 @@ class OwnedPart(NamedTuple):
 class Gradients:
     """Owner of the flat parameters and gradients of all model chunks of this rank.
 
-    A training step: begin_backward(chunk, last) before every backward; finish(); the optimizer writes each
-    bucket's data_slice and starts its gather; after_gathers(). Frozen parameters have no bucket, so they have neither
-    gradient nor optimizer state. The names of parameters are unique on this rank. Collectives run over mesh.dp_cp or
-    its levels, tp and embedding. dtype: in which microbatches are added. bucket_bytes: see `plan_buckets`; None: by the
-    number of data ranks.
+    A training step: begin_backward(chunk, last) before every backward; finish(); the optimizer writes each bucket's
+    data_slice and starts its gather. Without overlap it waits for the gathers. Frozen parameters have no bucket, so
+    they have neither gradient nor optimizer state. The names of parameters are unique on this rank. Collectives run
+    over mesh.dp_cp or its levels, tp and embedding. dtype: in which microbatches are added. bucket_bytes: see
+    `plan_buckets`; None: by the number of data ranks.
     """
 
     def __init__(
@@ -425,11 +421,6 @@ class Gradients:
         return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.mesh.device)
 
     # ---- parameters
-
-    def after_gathers(self) -> None:
-        """Wait for the gathers without overlap; with it, the model's units wait. Call it when all have started."""
-        if not self.overlap:
-            self.wait_parameters()
 
     def wait_parameters(self) -> None:
         """Wait for the gathers of all parameters. Call it before code other than a unit's forward reads them."""

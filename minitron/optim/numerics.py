@@ -13,10 +13,10 @@ slices of the buckets. One sum and one maximum over the world make a record of m
                                with block scaling, which has many scales
 
 They describe the step's own numbers: its weights before the update, and its gradients before clipping. So they are read
-right behind the backward, since the update overwrites gradients. The host reads the result one step later, and launches
-nothing in other steps. kernels/fp8_counts.py counts casts. Weights that are kept as FP8 bytes were cast in the update
-before, so they are counted here, from the masters. Null stands for a tensor that this step did not cast: LoRA's frozen
-weights are cast once. Left out: the norm of frozen weights.
+right behind the backward, since the update overwrites gradients. The host reads the result behind the next step's
+backward, and launches nothing in other steps. kernels/fp8_counts.py counts casts. Weights that are kept as FP8 bytes
+were cast in the update before, so they are counted here, from the masters. Null stands for a tensor that this step did
+not cast: LoRA's frozen weights are cast once. Left out: the norm of frozen weights.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from minitron.optim.zero1 import Zero1Optimizer
 from minitron.pipeline.executor import local_totals
 from minitron.pipeline.replay import Eager, Replay
 from minitron.runtime.log import Log
-from minitron.runtime.observer import LateCopy, Observer, StepDone
+from minitron.runtime.observer import LateCopy, Observer
 
 TENSORS = "activation", "weight", "gradient"  # x, weight and dy
 STATS = "underflows%", "cur_amax", "scale_inv_min", "scale_inv_max", "overflows%"
@@ -66,30 +66,24 @@ class Numerics(Observer):
         tensors = [f"fp8/{layer}/{tensor}" for layer in counts.layers for tensor in TENSORS]
         self.names = ["param_norm", "grad_zeros", "grad_zeros%", *(f"grad_norm/{unit}" for unit in self.units)]
         self.names += [f"{tensor}/{stat}" for tensor in tensors for stat in STATS[: self.known]]
-        self.figures: Tensor | None = None  # of this step, if its numbers are due
         self.waiting: tuple[int, LateCopy] | None = None
 
     def forward_backward(self, batches: Sequence[CountedBatch]) -> tuple[Tensor, bool]:
-        """Compute the gradients of a step. Read its numbers if they are due, collectively over the world."""
-        due = self.gradients.mesh.activity.step % self.every == 0
+        """Compute the gradients of a step. Begin to read its numbers if they are due, collectively over the world."""
+        step = self.gradients.mesh.activity.step
+        due = step % self.every == 0
         self.counts.count(due)
         loss_sum, skip = self.runner.forward_backward(batches)
-        self.figures = None
+        self.close()
         if due:
             _, count = local_totals(self.gradients.mesh, loss_sum, batches)
-            self.figures = self._read(count * self.scaler.backward_scale(len(batches)))
+            self.waiting = step, LateCopy(self._read(count * self.scaler.backward_scale(len(batches))))
         self.counts.count(False)
         return loss_sum, skip
 
-    def after(self, done: StepDone) -> None:
-        """Log the figures that were under way. Begin to copy those of this step."""
-        self.close()
-        if self.figures is not None:
-            self.waiting = done.step, LateCopy(self.figures)
-
     def close(self) -> None:
         """Log the figures that are under way."""
-        if self.waiting is None or self.log is None:
+        if self.waiting is None:
             return
         (step, copy), self.waiting = self.waiting, None
         sizes = 1, 4 * len(self.units), self.counts.sums.numel(), self.counts.tops.numel()
@@ -101,7 +95,8 @@ class Numerics(Observer):
         stats = torch.stack([100 * underflows / cast, amax, -smallest, largest, 100 * overflows / cast], 1)
         norms = squares.sqrt() / denominator  # gradients are sums over tokens
         figures = torch.cat([torch.stack(whole), norms, stats[:, : self.known].flatten()])
-        self.log.record("numerics", step=step, **dict(zip(self.names, figures.tolist(), strict=True)))
+        if self.log is not None:
+            self.log.record("numerics", step=step, **dict(zip(self.names, figures.tolist(), strict=True)))
 
     @torch.no_grad()
     def _read(self, denominator: Tensor) -> Tensor:

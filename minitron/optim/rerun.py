@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from minitron.comm.activity import listed
-from minitron.comm.collectives import all_gather_into, all_reduce_
+from minitron.comm.collectives import all_reduce_, gather_along
 from minitron.kernels.fp8 import Fp8States
 from minitron.optim.buckets import Gradients
 from minitron.optim.scaler import LossScaler
@@ -202,11 +202,8 @@ class Rerun:
         if not bad.any():
             bad[everyone[:, 1 if worst == "norm" else 0].argmax()] = True
         numbers = sorted(set(samples[bad].flatten().tolist()))
-        more = f", ... ({len(numbers)} in all)" if len(numbers) > 16 else ""
-        return f"samples {', '.join(map(str, numbers[:16]))}{more}"
+        return listed(numbers, 16, "sample")
 
     def _gathered(self, x: Tensor) -> Tensor:
         """Return x of all ranks [world, ...], on the host."""
-        everyone = x.new_empty(self.mesh.world.size * x.numel())
-        all_gather_into(everyone, x.flatten().contiguous(), self.mesh.world)
-        return everyone.view(-1, *x.shape).cpu()
+        return gather_along(x.unsqueeze(0), self.mesh.world).cpu()

@@ -73,7 +73,7 @@ class Zero1Optimizer:
     def __init__(self, gradients: Gradients, cfg: OptimizerConfig, kernels: Kernels):
         self.gradients, self.cfg = gradients, cfg
         buckets = gradients.buckets
-        self.masters = [bucket.first_masters() for bucket in buckets]
+        self.masters = [b.data_slice.float() if b.first_values is None else b.first_values for b in buckets]
         self.exp_avg = [torch.zeros_like(master) for master in self.masters]
         self.exp_avg_sq = [torch.zeros_like(master) for master in self.masters]
         self.steps = torch.zeros((), dtype=torch.float32, device=gradients.mesh.device)
@@ -115,7 +115,8 @@ class Zero1Optimizer:
         if self.cfg.clip_grad:
             divisor = denominator * ((norm + CLIP_EPS) / self.cfg.clip_grad).clamp(min=1.0)
         self._update(lr, divisor.float(), skipped.float())
-        self.gradients.after_gathers()
+        if not self.gradients.overlap:  # else the model's units wait
+            self.gradients.wait_parameters()
         loss = loss_sum / count
         return Stats(torch.stack([loss, norm, skipped.double(), loss.isfinite().logical_not().double()]))
 

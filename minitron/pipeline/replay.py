@@ -145,7 +145,8 @@ class CudaGraph:
 class Recording:
     """A recorded pass through a schedule, with static batches.
 
-    start(batches): makes the pass; it runs inside the recording. end(): is recorded after the pass.
+    start(batches): makes the pass; it runs inside the recording. end(): is recorded after the pass. nodes: kernels and
+    copies of all launches. seconds: how long the recording took.
     """
 
     def __init__(
@@ -156,7 +157,7 @@ class Recording:
         start: Callable[[Sequence[StaticBatch]], Pass],
         end: Callable[[], None],
     ):
-        self.segments, self.actions = planned, list(_launched(planned))
+        begun, self.segments, self.actions = time.perf_counter(), planned, list(_launched(planned))
         recorded = {a.mb for segment in planned for a in segment.actions if not isinstance(a, Exchange)}
         self.static = {mb: batches[mb].static_copy() for mb in sorted(recorded)}
         run: Pass | None = None
@@ -173,6 +174,7 @@ class Recording:
 
         self.graphs = [recorder.record(partial(work, segment)) for segment in planned]
         self.nodes = sum(graph.nodes * len(segment.launches) for graph, segment in zip(self.graphs, planned))
+        self.seconds = time.perf_counter() - begun
 
     def static_batch(self, mb: int) -> StaticBatch:
         """Return the recorded batch whose memory a microbatch uses."""
@@ -212,7 +214,7 @@ class Eager:
     finish: Callable[[], None]
     reset: Callable[[], None]
     counts: CastCounts
-    replaying, nodes, capture_seconds = False, 0, 0.0  # as of Replay
+    replaying = False  # as of Replay
 
     def forward_backward(self, batches: Sequence[object]) -> tuple[Tensor, bool]:
         """Run forward and backward of all microbatches and complete the sums of gradients.
@@ -239,7 +241,7 @@ class Replay:
     is recorded with the step; 0: the run does not evaluate. log: None writes nothing.
 
     training, counting, evaluation: the recordings, if they could be made: of a step, of one that counts FP8's casts,
-    and of an evaluation. nodes, capture_seconds: of the recorded step.
+    and of an evaluation.
     """
 
     eager: Eager
@@ -251,8 +253,6 @@ class Replay:
     training: Recording | None = field(default=None, init=False)
     counting: Recording | None = field(default=None, init=False)
     evaluation: Recording | None = field(default=None, init=False)
-    nodes: int = field(default=0, init=False)
-    capture_seconds: float = field(default=0.0, init=False)
     _calls: int = field(default=0, init=False)  # of as many microbatches as the last one
     _microbatches: int = field(default=0, init=False)
 
@@ -330,7 +330,7 @@ class Replay:
         return None
 
     def _record(self, recorder: CudaRecorder, what: str, batches: Sequence[StaticBatch]) -> Recording:
-        begun, m, executor, training = time.perf_counter(), len(batches), self.eager.executor, what != EVALUATION
+        m, executor, training = len(batches), self.eager.executor, what != EVALUATION
         self.eager.counts.count(what == COUNTING_STEP)
         recorder.used()  # waits for the device, which may still use what a reset drops
         self.eager.reset()
@@ -341,12 +341,10 @@ class Replay:
         end = self.eager.finish if training else lambda: None
         with self.mesh.activity.recording():
             recording = Recording(recorder, planned, batches, start, end)
-        more, seconds = (recorder.used() - used) / 2**30, time.perf_counter() - begun
-        if what == STEP:
-            self.nodes, self.capture_seconds = recording.nodes, seconds
+        more = (recorder.used() - used) / 2**30
         self._say(
             f"train.cuda_graph: recorded {recording.nodes:,} kernels and copies of {what} in {len(planned)} graphs, in "
-            f"{seconds:.1f} s; {more:.2f} GiB more"
+            f"{recording.seconds:.1f} s; {more:.2f} GiB more"
         )
         return recording
 

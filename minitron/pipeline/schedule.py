@@ -50,8 +50,6 @@ from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Literal
 
-from minitron.config.sizes import check_pipeline_sizes
-
 Value = Literal["activation", "gradient"]
 
 
@@ -163,9 +161,6 @@ def make(pp: int, vp: int, num_microbatches: int, kind: Kind = "1f1b") -> Schedu
     matrices of their weight gradients. That is about as much as pp microbatches, which rank 0 holds in 1F1B.
     Source: Narayanan et al. 2021, PipeDream-Flush; and "Efficient large-scale language model training on GPU clusters".
     """
-    check_pipeline_sizes(pp, vp, num_microbatches)
-    if kind == "zb-h1" and vp > 1:
-        raise ValueError(f"{kind} has one chunk a rank, but vp={vp}; use vp=1 or the schedule 1f1b")
     ranks = [operations(pp, vp, num_microbatches, rank, kind) for rank in range(pp)]
     return Schedule(pp, vp, num_microbatches, _with_exchanges(pp, vp, num_microbatches, ranks), kind=kind)
 
@@ -195,7 +190,6 @@ def operations(pp: int, vp: int, num_microbatches: int, rank: int, kind: Kind = 
 
 def forward_only(pp: int, vp: int, num_microbatches: int) -> Schedule:
     """Make a schedule of the forwards alone, in the order of training, for evaluation."""
-    check_pipeline_sizes(pp, vp, num_microbatches)
     forwards = [Forward(mb, chunk) for mb, chunk in _order(pp, vp, num_microbatches)]
     ranks = _with_exchanges(pp, vp, num_microbatches, [forwards] * pp)
     return Schedule(pp, vp, num_microbatches, ranks, training=False)

@@ -24,7 +24,7 @@ from shutil import get_terminal_size
 from string import ascii_lowercase
 from textwrap import fill
 
-from minitron.config.command import Parser
+from minitron.config.command import Parser, positive
 from minitron.config.files import errors_as
 from minitron.pipeline.schedule import Backward, BackwardInput, BackwardWeight, Forward, Operation, Schedule, make
 from minitron.planner import style
@@ -42,17 +42,21 @@ NAMES = {Forward: "forward", Backward: "backward", BackwardInput: "input gradien
 
 
 def main(argv: list[str]) -> None:
+    count = positive(int)
     parser = Parser(description="Draw a pipeline schedule: when each rank computes what, and when it waits.")
-    parser.add_argument("--pp", type=int, required=True, help="pipeline ranks")
-    parser.add_argument("--vp", type=int, default=1, help="model chunks per rank (default 1; more: interleaved)")
+    parser.add_argument("--pp", type=count, required=True, help="pipeline ranks")
+    parser.add_argument("--vp", type=count, default=1, help="model chunks per rank (default 1; more: interleaved)")
     parser.add_argument("--schedule", choices=("1f1b", "zb-h1"), default="1f1b", help="default 1f1b")
-    parser.add_argument("--microbatches", type=int, required=True, help="microbatches per step and replica")
+    parser.add_argument("--microbatches", type=count, required=True, help="microbatches per step and replica")
     parser.add_argument("--forward", type=float, default=1.0, help="seconds of a chunk's forward (default 1)")
     parser.add_argument("--backward", type=float, default=2.0, help="seconds of a chunk's backward (default 2)")
     parser.add_argument("--weight", type=float, help="seconds of it for gradients of weights (default: half of it)")
     parser.add_argument("--transfer", type=float, default=0.0, help="seconds between two ranks (default 0)")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="also write the drawing there, always as SVG")
     args = parser.parse_args(argv)
+    if args.vp > 1 and (args.pp == 1 or args.schedule == "zb-h1"):
+        why = "one rank has no pipeline" if args.pp == 1 else "zb-h1 has one chunk a rank"
+        raise ValueError(f"--vp {args.vp} interleaves the chunks of several ranks, and {why}; use --vp 1")
     schedule = make(args.pp, args.vp, args.microbatches, args.schedule)
     timeline = simulate(schedule, args.forward, args.backward, args.transfer, args.weight, check(schedule))
     width = max(NARROWEST, get_terminal_size((WIDTH, 0)).columns)

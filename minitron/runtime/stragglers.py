@@ -34,7 +34,7 @@ import numpy as np
 import torch
 
 from minitron.comm.activity import listed
-from minitron.comm.collectives import all_gather_into, gather_json
+from minitron.comm.collectives import gather_along, gather_json
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import TrainConfig
 from minitron.runtime.log import Log
@@ -75,9 +75,8 @@ class Stragglers(Observer):
             return
         world = self.mesh.world
         self.mesh.activity.begin("figures")
-        everyone = self.readings.new_empty(world.size * len(self.readings))
-        all_gather_into(everyone, self.readings, world)
-        self.waiting = done.step, LateCopy(everyone.view(world.size, -1))
+        everyone = gather_along(self.readings.unsqueeze(0), world)
+        self.waiting = done.step, LateCopy(everyone)
         self.readings[0].copy_(self.readings[-1])
         self.taken = 0
         if not everyone.is_cuda:

@@ -42,12 +42,13 @@ from benchmarks import (
 )
 from benchmarks.cases import CASES, FP8_RECIPES
 from benchmarks.peers import modes
+from layouts import whole_model
 from minitron.comm.mesh import Mesh
 from minitron.config import cli, flops, rules
 from minitron.config.sizes import stage_layers
 from minitron.data.loader import Loader
 from minitron.kernels import kernels
-from minitron.model.gpt import GPT, whole_model
+from minitron.model.gpt import GPT
 from minitron.parallel.layer_context import make_layer_context
 from minitron.parallel.tiles import as_documents
 from minitron.pretrain import build_data

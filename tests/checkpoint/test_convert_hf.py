@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
 
+from layouts import whole_model
 from minitron.checkpoint.boxes import TensorShard
 from minitron.checkpoint.reader import Reader
 from minitron.comm.mesh import Mesh
@@ -24,7 +25,7 @@ from minitron.data.batch import Batch
 from minitron.interop import convert_hf, hf, import_weights
 from minitron.interop.hf_write import settings_of
 from minitron.interop.import_weights import write_checkpoint
-from minitron.model.gpt import GPT, whole_model
+from minitron.model.gpt import GPT
 from minitron.testing import assert_close_rel
 
 ROOT = Path(__file__).resolve().parents[2]

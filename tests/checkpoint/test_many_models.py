@@ -18,12 +18,12 @@ import pytest
 import torch
 import transformers
 
+from layouts import whole_model
 from minitron.checkpoint.format import CheckpointError
 from minitron.comm.mesh import Mesh
 from minitron.config import cli
 from minitron.config.schema import ModelConfig
 from minitron.interop import hf
-from minitron.model.gpt import whole_model
 from minitron.testing import assert_close_rel
 from test_convert_hf import GPT2, LLAMA, SCALED, batch_of
 

@@ -11,7 +11,7 @@ import tiktoken
 import torch
 import torch.nn.functional as F
 
-from layouts import GPT3, LLAMA, config, first_gradients, mesh_of, part_of
+from layouts import GPT3, LLAMA, config, first_gradients, mesh_of, part_of, whole_model
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import DataConfig
 from minitron.data.build import build_datasets
@@ -22,7 +22,6 @@ from minitron.data.loader import Loader
 from minitron.data.sft import TokenizedFiles, encode_chat
 from minitron.interop.rows import READERS
 from minitron.interop.tokenizers import LLAMA3_SPLIT, ByteTokenizer, load_tokenizer
-from minitron.model.gpt import whole_model
 from minitron.model.init import initialise
 from minitron.testing import assert_close_rel
 from minitron.train import build

@@ -46,8 +46,8 @@ def train(base: dict, name: str, layout: dict, device: torch.device, world: int,
     recorded = None
     runner = trainer.runner
     if isinstance(runner, graph.Replay):
-        graphs = len(runner.training.graphs) if runner.training else 0
-        recorded = runner.replaying, graphs, runner.nodes, runner.capture_seconds
+        step = runner.training
+        recorded = (True, len(step.graphs), step.nodes, step.seconds) if step else (False, 0, 0, 0.0)
     runner.close()
     return figures, recorded
 

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from layouts import LLAMA, config
+from layouts import LLAMA, config, whole_model
 from minitron.comm.mesh import Mesh
-from minitron.model.gpt import whole_model
 from minitron.model.init import initialise
 from minitron.testing import assert_close_rel
 from tools import generate

@@ -11,7 +11,6 @@ from minitron.comm.mesh import Mesh
 from minitron.data.loader import Loader
 from minitron.data.mock import MockDataset
 from minitron.pipeline.replay import WARM_UP
-from minitron.runtime.observer import StepDone
 from minitron.train import build
 
 INSTALLED = torch.cuda.is_available() and find_spec("transformer_engine") is not None
@@ -58,8 +57,6 @@ def run(base, every, replay, backend, **precision):
             stats = trainer.step(batches, 1e-3)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        if trainer.numerics is not None:
-            trainer.numerics.after(StepDone(step, 0, 0.0, [], stats.values))
         figures.append(stats.read())
     if trainer.numerics is not None:
         trainer.numerics.close()

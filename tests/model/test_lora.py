@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import test_invariance
-from layouts import GPT3, LLAMA, QWEN, adapters_that_do_something, config, dataset_of, mesh_of, train_steps
+from layouts import GPT3, LLAMA, QWEN, adapters_that_do_something, config, dataset_of, mesh_of, train_steps, whole_model
 from minitron.comm.mesh import Mesh
 from minitron.config import rules
 from minitron.config.schema import Config
@@ -19,7 +19,6 @@ from minitron.kernels import fp8_torch, plain
 from minitron.kernels.fp8_scales import ROLES
 from minitron.kernels.gemm import Gemm
 from minitron.kernels.rng import dropout, token_counters
-from minitron.model.gpt import whole_model
 from minitron.model.lora import FIRST_SITE, Adapter, adapted, attach
 from minitron.parallel.layer_context import LayerContext
 from minitron.parallel.linear import ColumnParallelLinear, RowParallelLinear

@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from layouts import GPT3, LLAMA, QWEN, config, train_steps
+from layouts import GPT3, LLAMA, QWEN, config, train_steps, whole_model
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import RopeScaling
 from minitron.data.batch import Batch
 from minitron.interop import hf_write as hf_export
 from minitron.kernels.kernels import choose
 from minitron.kernels.rng import AttentionDropout, dropout, token_counters
-from minitron.model.gpt import GPT, whole_model
+from minitron.model.gpt import GPT
 from minitron.model.init import initialise
 from minitron.parallel.layer_context import LayerContext, make_layer_context
 from minitron.parallel.tiles import as_documents

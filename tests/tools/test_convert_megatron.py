@@ -16,12 +16,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 
+from layouts import whole_model
 from minitron.checkpoint.reader import Reader
 from minitron.comm.mesh import Mesh
 from minitron.config import cli
 from minitron.data.batch import Batch
 from minitron.interop import convert_hf, convert_megatron, torch_dist
-from minitron.model.gpt import whole_model
 from minitron.testing import assert_close_rel
 
 ROOT = Path(__file__).resolve().parents[2]

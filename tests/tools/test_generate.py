@@ -7,12 +7,11 @@ import pytest
 import torch
 import transformers
 
-from layouts import GPT3, LLAMA, config
+from layouts import GPT3, LLAMA, config, whole_model
 from minitron import finetune
 from minitron.comm.mesh import Mesh
 from minitron.interop import convert_hf
 from minitron.interop.hf_tokenizer import end_of_answers
-from minitron.model.gpt import whole_model
 from minitron.model.init import initialise
 from minitron.testing import assert_close_rel
 from test_chat import CHATML, of_transformers
