@@ -690,7 +690,9 @@ def test_tool_draws(tmp_path):
     timeline = simulate(make(4, 2, 8), 1, 2)
     assert result.returncode == 0 and result.stderr == ""
     assert describe(timeline) in result.stdout and draw_text(timeline) in result.stdout
-    assert result.stdout.rstrip().endswith(", ".join(map(str, peak_activations(timeline.schedule))))
+    assert result.stdout.rstrip().endswith(
+        f"{', '.join(map(str, peak_activations(timeline.schedule)))}\nPicture: {svg}"
+    )
     assert " ".join(notation(timeline).split()) in " ".join(result.stdout.split())  # its lines are broken
     assert max(map(len, result.stdout.splitlines())) <= 120
     assert svg.read_text(encoding="utf-8") == draw_svg(timeline)
