@@ -92,8 +92,9 @@ def _check_model(m: ModelConfig) -> None:
         _check_divides("model.num_heads", m.num_heads, {"model.hidden_size": m.hidden_size})
     _check_divides("model.num_kv_heads", m.kv_heads, {"model.num_heads": m.num_heads})
     if m.positions == "rope" and m.head_width % 2:
-        why = "(null: hidden_size/num_heads) is odd, and rotary positions turn pairs of channels"
-        raise ValueError(f"model.head_dim={m.head_width} {why}; make it even, or set model.positions=learned")
+        width = f"model.head_dim={m.head_width}{'' if m.head_dim else ' (null: hidden_size/num_heads)'}"
+        rule = "is odd, and rotary positions turn pairs of channels"
+        raise ValueError(f"{width} {rule}; make it even, or set model.positions=learned")
     if m.rope_scaling is not None and m.rope_scaling.low_freq_factor >= (high := m.rope_scaling.high_freq_factor):
         low = f"model.rope_scaling.low_freq_factor={m.rope_scaling.low_freq_factor}"
         raise ValueError(f"{low} must be below high_freq_factor={high}; Llama 3.1 has 1 and 4")
