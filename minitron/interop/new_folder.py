@@ -1,8 +1,8 @@
 """The folder that a conversion makes: it appears whole, under a name that was free, or not at all.
 
-with new_folder("out/model") as folder:     # out/model.partial-4711
-    ...                                     # an error in here removes it
-                                            # out/model
+    with new_folder("out/model") as folder:     # out/model.partial-4711
+        ...                                     # an error in here removes it
+                                                # out/model
 """
 
 import argparse
