@@ -177,7 +177,7 @@ def test_a_finished_run_says_until_which_step_it_has_samples():
     pretrain.describe_run(log, build(cfg, Mesh.offline(1)), data, start, "cpu", startup)
     kept = Kept(range(samples + 10)).kept
     most = max(step for step, trained in enumerate(TRAINED, 1) if kept[trained - 1] < samples)
-    assert f"until step {most})" in "".join(call.args[0] for call in log.info.call_args_list)
+    assert f"(to {most} at most" in "".join(call.args[0] for call in log.info.call_args_list)
 
 
 def test_a_range_that_is_added_at_a_resume_begins_where_the_run_is(tmp_path, loop):

@@ -221,7 +221,7 @@ def test_without_dropout_x_itself_is_returned():
 
 @pytest.mark.parametrize("p", [-0.1, 1.0, float("nan")])
 def test_a_probability_outside_of_the_range_is_refused(p):
-    with pytest.raises(ValueError, match=r"dropout probability .* is not in \[0, 1\); use 0 for no dropout"):
+    with pytest.raises(AssertionError, match="dropout probability"):
         dropout(torch.randn(64, 4, 32), p, arange_keys(), 0, 0)
-    with pytest.raises(ValueError, match=r"is not in \[0, 1\)"):
+    with pytest.raises(AssertionError, match="dropout probability"):
         AttentionDropout(p, arange_keys(), 0, 0).mask(1)

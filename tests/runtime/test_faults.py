@@ -714,7 +714,9 @@ def test_a_rank_that_does_not_come_is_named(tmp_path):
 def test_a_rank_killed_before_the_first_collective_ends_the_other_with_one_line(tmp_path, dead, place):
     """Rank 0 has the store. A rank that is much later than the other meets none, which it says as well."""
     ends = join(tmp_path, f"dies@{dead}@{place}")
-    is_lost(ends[1 - dead], 1 - dead, pages=dead == 0)
+    is_lost(
+        ends[1 - dead], 1 - dead, pages=dead == 0 or place == "mesh"
+    )  # of Gloo, if a connection breaks as it is made
 
 
 # ---- skipped updates ----------------------------------------------------------------------------------------------
