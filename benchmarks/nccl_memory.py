@@ -50,8 +50,9 @@ def operations(group: dist.ProcessGroup, device: torch.device) -> dict[str, Call
         "all-reduce": lambda: dist.all_reduce(part, group=group),
         "all-gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
         "reduce-scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
-        "all-to-all": lambda: dist.all_to_all_single(other, whole, group=group),
+        # Before the all-to-all, which connects all peers.
         **{f"message, peer {i} of {world - 1}": (lambda i=i: trade(i)) for i in range(1, world)},
+        "all-to-all": lambda: dist.all_to_all_single(other, whole, group=group),
     }
 
 
@@ -87,7 +88,8 @@ def main(argv: list[str] | None = None) -> dict:
     before = outside(device)
     dist.init_process_group("gloo") if device.type == "cpu" else dist.init_process_group("nccl", device_id=device)
     grown = outside(device) - before  # before a collective, which `highest` is
-    rows = [("world", "made", measure.highest(grown, device) / MIB)]
+    rows, before = [("world", "made", measure.highest(grown, device) / MIB)], before + grown
+    rows.append(("world", "all-reduce", measure.highest(outside(device) - before, device) / MIB))
     for number in range(args.communicators):
         before = outside(device)
         group = dist.new_group(list(range(world)))  # split from the world's, as those of a mesh

@@ -220,9 +220,9 @@ def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, clock: Clock, laps: L
     update_host = host_of_update(trainer, step)  # of a step that is recorded and replayed
     measure.synchronize(device)
     laps.end("eager")
-    recorded = None if graph is None else graph.training
-    if recorded is not None:
-        laps.move("eager", "capture", recorded.seconds)
+    recording = None if graph is None else graph.training
+    if recording is not None:
+        laps.move("eager", "capture", recording.seconds)
     elif graph is not None:
         raise SystemExit("error: no step could be recorded, for the reason above; use --graph off")
     timed = []
@@ -251,8 +251,8 @@ def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, clock: Clock, laps: L
         "update_host_seconds": update_host,
         "job_step_seconds": None,
         "job_quiet_seconds": None,
-        "nodes": None if recorded is None else recorded.nodes - 4 * microbatches * len(trainer.chunks),  # the clock's
-        "capture_seconds": None if recorded is None else recorded.seconds,
+        "nodes": None if recording is None else recording.nodes - 4 * microbatches * len(trainer.chunks),  # the clock's
+        "capture_seconds": None if recording is None else recording.seconds,
         "device_gib": gib,
         "loss": figures["loss"] if trainer.chunks[-1].head is not None else None,
         "grad_norm": figures["grad_norm"],

@@ -5,6 +5,8 @@ and reports what the run has logged: median seconds of a step after the graphs a
 counts them, the highest rank's memory, the first loss and the mean of the last ten. On a GPU with graphs memory is all
 that is taken of the device, NCCL's included.
 
+Fine-tuning that names no base begins with initial weights: its losses say nothing, its steps take as long.
+
 `--corpus` trains on the built-in corpus instead of the configuration's data: cut into the corpus's own 4,096 tokens,
 with the model as it is. `--results FILE` appends a record.
 """
@@ -17,8 +19,10 @@ import os
 import shutil
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import fmean, median
+from unittest import mock
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # the repository, not this folder
@@ -28,6 +32,7 @@ if __name__ == "__main__":
 
 from benchmarks import measure, record
 from minitron import pretrain
+from minitron.checkpoint.load import ResumePoint
 from minitron.config import cli
 from minitron.data.cache import Cache
 from minitron.data.corpus import build_corpus
@@ -50,8 +55,11 @@ def main(argv: list[str] | None = None) -> dict | None:
         if args.corpus:
             prefix = build_corpus(Cache(os.path.expanduser(cfg.data.cache_dir)), TOKENS).prefix
             data = ["data.source=indexed", f"data.paths=[{prefix}]", "data.document_length=null"]
+    no_base = cfg.finetune.kind is not None and cfg.finetune.base is None and cfg.checkpoint.load is None
+    begin = {"agree": lambda *_, **__: ResumePoint()} if no_base else {}
     try:
-        pretrain.main([*args.config, *data, f"log.dir={folder}"], finetune=cfg.finetune.kind is not None)
+        with mock.patch.multiple(pretrain, **begin) if begin else nullcontext():
+            pretrain.main([*args.config, *data, f"log.dir={folder}"], finetune=cfg.finetune.kind is not None)
         if int(os.environ.get("RANK", 0)) > 0:
             return None
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]

@@ -234,7 +234,7 @@ def describe_run(log: Log, trainer: Trainer, data: Datasets, start: ResumePoint,
         most = step_after(cfg, start, len(data.train) + 1) - 1
         until = f" (to {most} at most: its order of samples is as long)" if "train_samples" in start.data else ""
         notes.append(
-            f"no step is left: {start.reader.path} is not before train.steps={cfg.train.steps}. Raise train.steps"
+            f"the run is finished: {start.reader.path} has step {start.step} of {cfg.train.steps}. Raise train.steps"
             f"{until} or train.epochs, or start another run from its weights: checkpoint.load={start.reader.path}, "
             "with another checkpoint.dir"
         )

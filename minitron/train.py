@@ -83,7 +83,7 @@ class Trainer:
     def step(self, batches: list[Batch], lr: float) -> Stats:
         """Run forward, backward and update on this rank's microbatches of a global batch. Collective over the world.
 
-        The host reads no result of the device here, except with train.rerun.
+        The host reads no result of this step here, except with train.rerun.
         """
         loss_sum, skip = (self.numerics or self.rerun or self.runner).forward_backward(batches)  # sums over tokens
         self.fp8.update_scales()  # else its all-reduces would wait behind the optimizer's all-gathers

@@ -195,8 +195,8 @@ def test_a_finished_run_that_is_started_again_says_so_and_what_to_change(tmp_pat
     first, again, longer = pretrain(*words), pretrain(*words), pretrain(*words, "train.steps=3")
     assert first.returncode == again.returncode == longer.returncode == 0
     assert [done.stdout.count("| consumed samples:") for done in (first, again, longer)] == [2, 0, 1]
-    assert [done.stdout.count("no step is left") for done in (first, again, longer)] == [0, 1, 0]
-    (line,) = [line for line in again.stdout.splitlines() if "no step is left" in line]
+    assert [done.stdout.count("the run is finished") for done in (first, again, longer)] == [0, 1, 0]
+    (line,) = [line for line in again.stdout.splitlines() if "the run is finished" in line]
     assert "train.steps" in line and f"checkpoint.load={saved}" in line and saved.exists()
 
 

@@ -87,7 +87,7 @@ def main(argv: list[str]) -> None:
         cfg, world = from_manifests(sys.stdin.read()) if o.manifests else (weights.load(o.config), o.world)
     except ValueError as error:
         if o.manifests and isinstance(error, weights.NotHere):
-            say("?", "keys", f"pods alone see the base: {error}")
+            say("?", "keys", f"pods alone see the base, so nothing else was checked: {error}")
             return
         say("wrong", "keys", error)
         raise SystemExit(1) from None
@@ -195,6 +195,8 @@ def _sft(cfg: Config, tokenizer: Tokenizer | None) -> str:
         return f"{found}, not read: the run makes its corpus first"
     if total > READ_BYTES:
         bad = [line for path in files for line in _bad_rows(cfg, path, tokenizer)]
+        if len(bad) == READ_ROWS * len(files):
+            raise ValueError(f"{bad[0]}; none of the first {READ_ROWS:,} rows is right: correct the files")
         if bad and cfg.data.bad_lines == "error":
             raise ValueError(f"{bad[0]}; data.bad_lines=skip leaves such rows out")
         found += f" of {total >> 20:,} MiB, of each the first {READ_ROWS:,} rows; the others were not read"

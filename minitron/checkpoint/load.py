@@ -168,7 +168,7 @@ def _newest_checkpoint(cfg: Config, directory: Path) -> Reader | None:
             reader = _open_newest(directory, c.resume_step)
     step = 0 if reader is None else reader.iteration
     last = cfg.train.steps if cfg.train.epochs is None else MAX_STEPS  # known once the data are open
-    if foreign := foreign_folder(directory, step, last):
+    if c.every is not None and (foreign := foreign_folder(directory, step, last)):
         why = "is in the way of a save of this run: it holds files that no save wrote"
         raise CheckpointError(f"{foreign} {why}; move it away, or use another checkpoint.dir")
     return reader

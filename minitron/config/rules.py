@@ -25,6 +25,7 @@ from minitron.config.schema import MAX_STEPS, Config, ModelConfig, TrainConfig, 
 from minitron.config.sizes import stage_layers
 from minitron.config.text import shown
 
+MAX_INCREMENTS = 10_000  # of a ramp: each step searches them
 MAX_OFFSET = (1 << 31) - 1  # elements of a tensor that a kernel with 32-bit offsets can take
 
 
@@ -200,9 +201,10 @@ def _check_batches(t: TrainConfig) -> None:
     if t.batch_ramp is not None:
         start, increment, _ = t.batch_ramp
         rest = t.global_batch_size - start
-        if rest <= 0 or rest % increment:
+        if not (0 < rest <= MAX_INCREMENTS * increment and rest % increment == 0):
             fix = f"choose an increment that divides {rest}" if rest > 0 else f"start below {t.global_batch_size}"
-            raise ValueError(f"train.batch_ramp={shown(t.batch_ramp)} does not reach {final} in increments; {fix}")
+            rule = f"does not reach {final} in 1 to {MAX_INCREMENTS} increments"
+            raise ValueError(f"train.batch_ramp={shown(t.batch_ramp)} {rule}; {fix}")
     if t.batch_schedule:
         samples, sizes = zip(*t.batch_schedule)
         fits = samples[0] == 0 and min(sizes) > 0 and all(a < b for a, b in pairwise(samples))

@@ -92,7 +92,8 @@ class TokenizedFiles:
             bad, first = read_json(folder / BAD)
         found = self._listed(first, bad)
         if bad and not (skip_bad and len(self._file)):
-            raise ValueError(f"{found}; data.bad_lines=skip leaves such rows out")
+            fix = "correct the files: no row is left" if skip_bad else "data.bad_lines=skip leaves such rows out"
+            raise ValueError(f"{found}; {fix}")
         if not len(self._file):
             raise ValueError(f"data.paths: there is no row in {self.prefix}; give prompt and completion, or messages")
         self._rows, (templated, self.with_special) = load_arrays(folder, "rows", "counts")
@@ -228,7 +229,8 @@ def encode_row(row: Any, tokenizer: Tokenizer, special: bool, counts: Counter[st
         found = ", ".join(sorted(keys)) or "none"
         fix = "give prompt and completion, or messages (or the keys of Alpaca or ShareGPT)"
         raise ValueError(f"has {found} of the keys prompt, completion and messages; {fix}")
-    texts = "\0".join(_texts([row.get(key) for key in (*keys, "tools")]))
+    with errors_as(ValueError, lambda error: "is nested too deeply; leave it out", RecursionError):
+        texts = "\0".join(_texts([row.get(key) for key in (*keys, "tools")]))
     counts["special"] += any(text in texts for text in tokenizer.special)
     if "messages" in keys:
         return _encode_messages(row, tokenizer, special, counts)
@@ -241,11 +243,11 @@ def encode_row(row: Any, tokenizer: Tokenizer, special: bool, counts: Counter[st
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield all texts in a JSON value, but for the keys of its objects."""
+    """Yield all texts in a JSON value, also the keys of its objects."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (dict, list)):
-        for item in value.values() if isinstance(value, dict) else value:
+        for item in [*value, *value.values()] if isinstance(value, dict) else value:
             yield from _texts(item)
 
 
@@ -300,8 +302,8 @@ def _tokenize(folder: Path, paths: list[str], tokenizer: Tokenizer, readers: Rea
             for number, row in readers.rows(path):
                 try:
                     parts = encode_row(row, tokenizer, special, counts)
-                except UnusableTemplate:  # no row's fault
-                    raise
+                except UnusableTemplate as error:  # perhaps no row's fault: the cache must not keep it as one
+                    raise UnusableTemplate(f"{path}: row {number}: {error}") from error
                 except ValueError as error:
                     bad += 1
                     first += [(file, number, short(error, WHY))][: SHOWN - len(first)]

@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from typing import Any
 
+from minitron.config.files import errors_as
 from minitron.data.tokenizers import Tokenizer
 from minitron.interop.chat_template import ChatTemplate
 
@@ -39,7 +40,8 @@ class Chats:
         add_generation_prompt (true or false) all of it is context, and true adds the beginning of an answer.
         Raises ValueError for what the template refuses, and for a chat without a token to train on.
         """
-        marked = self._marked(chat)
+        with errors_as(ValueError, lambda error: "is nested too deeply; leave it out", RecursionError):
+            marked = self._marked(chat)
         text, spans, ids, places = self.template.encode(chat if special else marked)
         starts, ends = [*(begin for begin, _ in spans), len(text) + 1], [end for _, end in spans]
         parts: list[list[int]] = [[]]
@@ -62,7 +64,7 @@ class Chats:
         special tokens, so that its other tokens stay the same.
         """
         if isinstance(value, Mapping):
-            return {key: self._marked(item) for key, item in value.items()}
+            return {self._marked(key): self._marked(item) for key, item in value.items()}
         if isinstance(value, list):
             return [self._marked(item) for item in value]
         if not isinstance(value, str):

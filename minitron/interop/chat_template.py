@@ -6,8 +6,8 @@
 The process has limits of CPU time for each chat, of memory and of text. It writes no files, and jinja's sandbox keeps
 templates from Python's attributes. One process renders all chats: it reads a chat and writes a text, one line each.
 
-The text equals that of transformers. The assistant's spans are those of {% generation %} blocks. Without such blocks
-chat_spans.py finds them. A template that leaves out tools, or what a message says, is refused.
+The text equals that of transformers, except for dates. The assistant's spans are those of {% generation %} blocks.
+Without such blocks chat_spans.py finds them. A template that leaves out tools, or what a message says, is refused.
 
 strftime_now is always the time DATE, so that a cache of tokens is the same on each day; a template that reads a
 variable for it takes that of `chat_template_kwargs`.  Left out: images and other media.
@@ -83,7 +83,9 @@ class ChatTemplate:
             self._ended += 1
             how = signal.Signals(-process.returncode).name if process.returncode < 0 else said
             limits = f"{SECONDS:g} s, {MEMORY_BYTES >> 20} MiB and {CHARACTERS >> 20} M characters for a chat"
-            raise ValueError(f"ended the chat template of {self._name} ({how}), which has {limits}; correct it")
+            raise UnusableTemplate(
+                f"the chat template of {self._name} has {limits}, and was ended ({how}); correct it, or drop the row"
+            )
         text, found = json.loads(answer)
         if text is None:
             raise ValueError(f"cannot be written by the chat template of {self._name}: {found}; correct either")
@@ -145,7 +147,10 @@ def _render(template, in_blocks: bool, chat: dict, tokens: dict) -> tuple[str, l
 
     def text_of(messages: list[dict], prompt: bool = False, tools: list | None = chat.get("tools")) -> str:
         given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
-        return template.render(given | tokens | chat.get("chat_template_kwargs", {}))
+        own = chat.get("chat_template_kwargs", {})
+        if taken := given.keys() & own.keys():
+            raise ValueError(f"chat_template_kwargs may not set {', '.join(sorted(taken))}")
+        return template.render(given | tokens | own)
 
     messages = [{key: value for key, value in m.items() if value is not None} for m in chat["messages"]]
     for i, message in enumerate(messages):

@@ -3,6 +3,8 @@
     with new_folder("out/model") as folder:     # out/model.partial-4711
         ...                                     # an error in here removes it
                                                 # out/model
+
+Conversions write their models into such a folder.
 """
 
 import argparse

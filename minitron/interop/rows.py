@@ -10,13 +10,14 @@
     {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}, ...]}  OpenAI: parts, which are joined
     {"prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}, ...]}            UltraChat: a question twice
 
-Every file becomes lines of JSON, each a row. Those above get messages, of Alpaca and ShareGPT with the text of a key
-`system` as the first one. Any other row stays as it is: data/sft.py encodes messages, and prompt and completion.
+Every file becomes lines of JSON, each a row. Those above get messages, with the text of a key `system` as the first
+one. Any other row stays as it is: data/sft.py encodes messages, and prompt and completion.
 
-Left out: Alpaca's `history`.
+Left out: Alpaca's `history`; a limit of memory, so a damaged table can end the process.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -52,14 +53,14 @@ def _lines(path: str) -> Iterator[bytes]:
     """Yield each row of a file as a line of JSON."""
     if kind := table_kind(path):
         for rows in read_table(path, kind, lambda schema: schema.names):
-            yield from (json.dumps(without_nulls(row), default=str).encode() for row in rows)
+            yield from (json.dumps(without_nulls(row), default=str).encode() for row in rows)  # str: of a date
         return
     with open(path, "rb") as file:
-        if file.peek(1)[:1] != b"[":
+        if file.peek(64).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] != b"[":  # behind a byte order mark or an empty line
             yield from lines_of(file, path)
             return
-    with errors_as(ValueError, lambda error: f"{path} is no list of JSON ({error}); correct it", ValueError):
-        rows = parse_json(read_bytes(path, LIST_BYTES))
+    with errors_as(ValueError, lambda error: f"{path} is no list of JSON ({error}); correct it", ValueError, OSError):
+        rows = parse_json(read_bytes(path, LIST_BYTES).removeprefix(b"\xef\xbb\xbf"))
     yield from (json.dumps(row).encode() for row in rows)
 
 
@@ -88,6 +89,10 @@ def to_messages(row: Any) -> Any:
     turns = _turns(row) if isinstance(row, dict) else None
     if not isinstance(turns, list):
         return row
+    if system := row.get("system"):
+        if turns and isinstance(turns[0], dict) and turns[0].get("role") == "system":
+            raise ValueError("has a key system and a message of the system; drop one")
+        turns = [{"role": "system", "content": system}, *turns]
     others = {key: row[key] for key in row.keys() - {"prompt", "completion"}}
     return others | {"messages": [_joined(turn) for turn in turns]}
 
@@ -103,19 +108,19 @@ def _turns(row: dict[str, Any]) -> Any:
         if any(isinstance(turn, dict) and turn.get("role") == "assistant" for turn in row["prompt"]):
             raise ValueError("has an answer in its prompt, and every answer is trained; write them as messages")
         return row["prompt"] + row["completion"]
-    system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
     if not given and "conversations" in row:
-        return system + [_message(turn) for turn in row["conversations"]]
+        return [_message(turn) for turn in row["conversations"]]
     if not given and {"instruction", "output"} <= row.keys():
         asked = "\n\n".join(text for text in (row["instruction"], row.get("input") or "") if text != "")
-        return [*system, {"role": "user", "content": asked}, {"role": "assistant", "content": row["output"] + ""}]
+        return [{"role": "user", "content": asked}, {"role": "assistant", "content": row["output"] + ""}]
     return None
 
 
 def _message(turn: Any) -> Any:
     if not (isinstance(turn, dict) and "from" in turn):
         return turn
-    return {"role": ROLES.get(turn["from"], turn["from"]), "content": turn.get("value")}
+    others = {key: turn[key] for key in turn.keys() - {"from", "value"}}
+    return others | {"role": ROLES.get(turn["from"], turn["from"]), "content": turn.get("value")}
 
 
 def _joined(turn: Any) -> Any:
@@ -134,10 +139,14 @@ def _joined(turn: Any) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Leave out the keys that are null: a column has every key of every row."""
+    """Leave out the keys that are null: a column has every key of every row. Bytes and NaN, no JSON, are null, too."""
     if isinstance(value, dict):
-        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+        inner = {key: without_nulls(item) for key, item in value.items()}
+        return {key: item for key, item in inner.items() if item is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    is_json = not isinstance(value, (bytes, float)) or isinstance(value, float) and math.isfinite(value)
+    return value if is_json else None
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------

@@ -86,6 +86,8 @@ class Numerics(Observer):
         if self.waiting is None:
             return
         (step, copy), self.waiting = self.waiting, None
+        if self.log is None:
+            return
         sizes = 1, 4 * len(self.units), self.counts.sums.numel(), self.counts.tops.numel()
         denominator, by_unit, sums, tops = copy.read().split(sizes)
         squares, params, zeros, elements = by_unit.view(-1, 4).t()
@@ -95,8 +97,7 @@ class Numerics(Observer):
         stats = torch.stack([100 * underflows / cast, amax, -smallest, largest, 100 * overflows / cast], 1)
         norms = squares.sqrt() / denominator  # gradients are sums over tokens
         figures = torch.cat([torch.stack(whole), norms, stats[:, : self.known].flatten()])
-        if self.log is not None:
-            self.log.record("numerics", step=step, **dict(zip(self.names, figures.tolist(), strict=True)))
+        self.log.record("numerics", step=step, **dict(zip(self.names, figures.tolist(), strict=True)))
 
     @torch.no_grad()
     def _read(self, denominator: Tensor) -> Tensor:

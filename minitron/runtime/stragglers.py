@@ -13,7 +13,9 @@ do the same work, compare these times.
     GPU    a kernel reads the GPU's clock and adds it to a word of its memory, in an eager step and in a replayed graph.
            These kernels take microseconds. So where ranks wait often, with tp, cp or vp, one microbatch is timed: the
            last forward, which waits for no gathers of parameters, and the first backward, beside which no gradients are
-           reduced. Overlapped products are not timed: their wait cannot be separated
+           reduced. Overlapped products are not timed: their wait cannot be separated. In an eager step that the host
+           bounds, the host's time counts. Gradients that travel through NCCL slow the products beside them, so over a
+           network a slow rank shows less
 
 Every train.check_speed_every steps these times are gathered, and copied to the host without waiting. A rank is slow if
 all but one of its last 20 steps were (`slower`): other programs make some steps slow, a slow GPU all of them. The rank

@@ -540,6 +540,13 @@ def test_the_corpus_of_a_whole_job_is_kept_in_the_folder_of_a_run(monkeypatch):
     assert "4096 tokens in /somewhere/.cache/minitron" in str(stderr.mock_calls)
 
 
+def test_a_whole_job_of_adapters_needs_no_base(tmp_path, monkeypatch):
+    """Its recipe names none. Weights are then those of a new model."""
+    monkeypatch.delenv("RANK", raising=False)
+    adapters = "finetune.kind=lora", "data.source=mock", "train.steps=3", "train.eval_every=0"
+    assert whole_job.main([*TOY, *adapters])["steps"] == 3
+
+
 def test_whole_jobs_run_once_and_have_a_table(tmp_path, monkeypatch, capsys):
     use = (("train.steps=3", "data.source=mock", "train.eval_every=0"), False)
     monkeypatch.setattr(recipes, "WHOLE", ("quickstart",))

@@ -485,6 +485,10 @@ BAD = {
     "tools of no JSON": ({"messages": said("a", "b"), "tools": "[a"}, "tools that are no JSON"),
     "tools that are left out": ({"messages": said("a", "b"), "tools": [TOOL]}, "leaves out the tools"),
     "variables of no object": ({"messages": said("a", "b"), "chat_template_kwargs": 7}, "chat template of here"),
+    "variables that are the chat's own": (
+        {"messages": said("a", "b"), "chat_template_kwargs": {"add_generation_prompt": True}},
+        "may not set add_generation_prompt",
+    ),
     "a reserved character": ({"messages": said(f"a{MARK}", "b")}, "is reserved; remove"),
 }
 
@@ -511,6 +515,14 @@ def test_special_tokens_of_a_chat_are_text_unless_they_are_asked_for(bpe):
     assert ids.count(end) == 4 and encode_question(chat[:1], ours).count(end) == 1
     asked = ids_and_mask(encode(ours, chat, special=True))[0]
     assert asked == theirs.apply_chat_template(chat, return_dict=False) and asked.count(end) == 7
+    ours.chat.close()
+
+
+def test_special_tokens_in_the_keys_of_tools_are_text(bpe):
+    ours = ours_of(of_transformers(bpe, "{{ tools | tojson }}" + CHATML))
+    ids = [ids_and_mask(encode(ours, said("a", "b"), [{"name": "x", key: 1}]))[0] for key in ("<|im_end|>", "end")]
+    end = ours.special["<|im_end|>"]
+    assert ids[0].count(end) == ids[1].count(end) and '"<|im_end|>": 1' in ours.decode(ids[0])
     ours.chat.close()
 
 

@@ -120,12 +120,47 @@ def test_parts_and_prompts_of_messages_are_messages(tmp_path, llama3_file, kind)
         ({"messages": [message("user", [{"type": "image_url", "image_url": {}}])]}, "a part of type image_url"),
         ({"messages": [message("user", ["x"])]}, "a part of type None"),
         ({"messages": [*ASKED[1], message("assistant", "x") | {"weight": 0}]}, "an answer of weight 0"),
+        ({"conversations": [*TURNS, {"from": "gpt", "value": "x", "weight": 0}]}, "an answer of weight 0"),
+        ({"messages": ASKED[2], "system": "x"}, "a key system and a message of the system"),
     ],
 )
 def test_bad_rows_of_others(tmp_path, row, message):
     with pytest.raises(ValueError, match=f"row 2 has {message}"):
         path = tmp_path / "a.json"
         path.write_text(json.dumps([{"prompt": "a", "completion": "b"}, row]))
+        datasets(tmp_path, [path])
+
+
+def test_a_key_system_is_the_first_message_of_every_kind_of_row(tmp_path):
+    for row in {"messages": ASKED[0]}, {"conversations": TURNS}:
+        ((_, found),) = read_rows(write(tmp_path, [row | {"system": "it"}]))
+        assert found["messages"][0] == message("system", "it") and found["messages"][1]["role"] == "user"
+
+
+@pytest.mark.parametrize("before", [b"\xef\xbb\xbf", b"\n\n  "])
+def test_a_list_may_begin_behind_a_mark_or_an_empty_line(tmp_path, before):
+    path = tmp_path / "a.json"
+    path.write_bytes(before + json.dumps(rows(5), indent=1).encode())
+    assert [row for _, row in read_rows(str(path))] == rows(5)
+
+
+def test_columns_that_json_has_no_value_for_are_null(tmp_path):
+    """A row that needs such a column is bad; others do not see it."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    data, path = rows(3), tmp_path / "a.parquet"
+    score, picture = pyarrow.array([math.nan, 1.0, math.inf]), pyarrow.array([b"\xff"] * 3)
+    columns = {key: [row[key] for row in data] for key in data[0]}
+    parquet.write_table(pyarrow.table(columns | {"score": score, "picture": picture}), path)
+    assert [row for _, row in read_rows(str(path))] == [data[0], data[1] | {"score": 1.0}, data[2]]
+    parquet.write_table(pyarrow.table(columns | {"completion": picture}), path)
+    with pytest.raises(ValueError, match="row 1.* has prompt of the keys"):
+        datasets(tmp_path, [path])
+
+
+def test_a_row_that_is_nested_too_deeply_is_bad(tmp_path):
+    deep = "[" * 985 + "]" * 985
+    path = write(tmp_path, [*rows(20), '{"prompt": "a", "completion": "b", "tools": ' + deep + "}"])
+    with pytest.raises(ValueError, match="row 21 is n"):
         datasets(tmp_path, [path])
 
 

@@ -232,6 +232,7 @@ def main() -> None:
         base, single = FAMILIES[family], single_of(layout)
         for d in ("fp32", dtype):
             if (key := (family, d, str(single))) not in twins:
+                twins = {k: twin for k, twin in twins.items() if (k[0], k[2]) == (family, str(single))}
                 twins[key] = train(base, d, single, device, 1)
         exact, twin = twins[family, "fp32", str(single)], twins[family, dtype, str(single)]
         losses, gradients = train(base, dtype, layout, device, world)
