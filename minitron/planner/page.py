@@ -298,8 +298,8 @@ def checks(cfg: Config, traces: list[dict], holders: list[dict]) -> list[dict]:
 
     holds = holdings(holders)
     shards = [f"{x['name']} on pp {pp}" for pp, hold in enumerate(holds) for x in hold["params"] if not covered(x)]
-    count = sum(len(hold["params"]) for hold in holds)
-    add("the tensor-parallel shards hold each element once", shards, f"{count:,} parameters of {len(holds)} stages")
+    count = f"{sum(len(hold['params']) for hold in holds):,} parameters of {len(holds)} pipeline ranks"
+    add("the tensor-parallel shards hold each element once", shards, count)
     owners: dict[tuple, list] = {}
     for trace in holders:
         for i, bucket in enumerate(trace["buckets"]):
@@ -343,7 +343,7 @@ def schedule_rules(own: Schedule) -> list[dict]:
     rows = [judged(complete, True, f"{m} microbatches, {pp} pipeline ranks")]
     if pp > 1 and m >= pp and (vp == 1 or m % pp == 0):
         rule = (pp - 1) / (3 * m) if own.kind == "zb-h1" else (pp - 1) / (vp * m)
-        text = f"{timeline.bubble:.2%} of the work for equal stages, by the formula {rule:.2%}"
+        text = f"{timeline.bubble:.2%} of the work with {m} microbatches and equal stages, by the formula {rule:.2%}"
         rows.append(judged("the bubble is that of its schedule", timeline.bubble <= 1.05 * rule, text))
     if vp == 1:
         held, most = peak_activations(own), [pp if own.kind == "zb-h1" else pp - r for r in range(pp)]
