@@ -155,7 +155,7 @@ def find_resume_point(cfg: Config, open_weights: OpenWeights) -> ResumePoint:
 def _newest_checkpoint(cfg: Config, directory: Path) -> Reader | None:
     """Open the checkpoint in checkpoint.dir that is resumed; None if there is none, or resume is false.
 
-    Raises CheckpointError for a damaged checkpoint, and if a run that is to save could not save in the directory.
+    Raises CheckpointError for a damaged checkpoint, and for a directory in which a run with saves cannot write.
     """
     c, reader = cfg.checkpoint, None
     unwritable = lambda e: f"checkpoint.dir={c.dir} cannot be written: {e}; name another directory, or null for none"

@@ -1,17 +1,17 @@
 """Find the assistant's answers in the text of a chat, by a template that does not mark them.
 
-Many templates write the last answer otherwise: Qwen 3 with a thought, gpt-oss and Phi-3 with another end. So the text
-of the first messages need not be the beginning of the whole. Instead a second rendering has pins in its messages:
-characters that no message has. Without them it must equal the whole, and they show where each message is.
+Many templates write the last answer in another way: Qwen 3 adds a thought, gpt-oss and Phi-3 end it with another
+token. So the rendering of the first messages may not be a prefix of the whole. A second rendering has pins in its
+messages: characters that no message has. Without the pins it must equal the whole. The pins show where each message is.
 
     whole   <|user|>Hi<|end|><|assistant|>Hello<|end|><|user|>More?<|end|><|assistant|>Yes<|end|><|endoftext|>
     pins             ^                         ^                ^                         ^
     spans                                 ^^^^^^^^^^^^                                 ^^^^^^^^^^^^^^^^^^^^^^^^
 
-What is between a pin and the beginning or end of an answer is read from two short chats. Both begin with the messages
-before the first answer. One goes on with the messages since the last answer, and a generation prompt: the span begins
-behind it. The other goes on with this answer alone: the span ends as this chat does, or as this chat does before a
-generation prompt. The end of the whole ends the last answer.
+Two short chats give the text between a pin and the beginning or end of an answer. Both begin with the messages before
+the first answer. One adds the messages since the last answer and a generation prompt; the span begins behind it. The
+other adds this answer alone; the span ends as that chat ends, with or without a generation prompt. The last answer ends
+with the whole.
 """
 
 import re

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 def limited_memory(more: int) -> Iterator[None]:
     """Inside, an allocation raises MemoryError if this process would hold `more` bytes more than now.
 
-    For libraries that allocate as much as a file asks for. The limit holds for all threads. Without /proc (macOS) there
-    is none.
+    The limit holds for all threads. Without /proc (macOS) there is none.
     """
     try:
         with open("/proc/self/statm") as file:
