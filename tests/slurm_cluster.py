@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from ports import free_port
+
 DAEMONS = ("munged", "slurmctld", "slurmd")
 COMMANDS = ("sbatch", "srun", "scancel", "scontrol", "squeue")
 PATH = os.pathsep.join(filter(None, (os.environ.get("PATH"), "/usr/sbin", "/sbin")))
@@ -102,11 +104,7 @@ class Cluster:
         return "\n".join(f"== {path.name}\n{path.read_text()[-4000:]}" for path in self.folder.glob("*.log"))
 
     def _start(self, stack: ExitStack) -> None:
-        with ExitStack() as sockets:
-            listeners = [sockets.enter_context(socket.socket()) for _ in range(3)]
-            for listener in listeners:
-                listener.bind(("127.0.0.1", 0))
-            ports = [listener.getsockname()[1] for listener in listeners]
+        ports = [free_port() for _ in range(3)]
         user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()
         configuration = self.folder / "slurm.conf"
         configuration.write_text(

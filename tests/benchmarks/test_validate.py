@@ -12,6 +12,7 @@ from benchmarks import validate
 from minitron.config import cli
 from minitron.planner.machine import Machine, read_machines
 from minitron.planner.plan import plan
+from ports import free_port
 
 ROOT = Path(__file__).parents[2]
 DEVICES, FABRICS = read_machines(validate.DEVICES)
@@ -46,7 +47,7 @@ def test_a_toy_is_measured_on_cpus_and_held_against_its_plan(tmp_path, gpus):
         "PYTHONPATH": str(ROOT),
     }
     command = ["bash", str(ROOT / "benchmarks/validate.sh"), "--toy", "--device", "h100", "--output", str(path)]
-    environment["MASTER_PORT"] = str(20000 + os.getpid() % 10000)
+    environment["MASTER_PORT"] = str(free_port())
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in path.read_text().splitlines()]

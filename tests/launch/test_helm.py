@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ import yaml
 import walk
 from minitron.config import cli, rules
 from minitron.supervise.lead import REQUEUE
+from ports import free_port
 from slurm_cluster import until
 
 ROOT = Path(__file__).parents[2]
@@ -483,9 +483,7 @@ def artifacts_of(documents, folder) -> Path:
 def test_two_nodes_train(tmp_path):
     """Two torchruns on loopback, the second node first: the index, not the order of arrival, makes the ranks."""
     documents = rendered(workload__gpus=2, workload__gpusPerNode=1, workload__arguments=f"{{{','.join(TINY)}}}")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = free.getsockname()
+    address = ("127.0.0.1", free_port())
     artifacts = artifacts_of(documents, tmp_path)
     (results := artifacts / "dllogger/rank-0/dllogger.json").parent.mkdir(parents=True)
     results.write_text("DLLL of a pod before\n")
@@ -527,9 +525,7 @@ def test_a_pod_that_is_lost_is_made_again_and_rejoins(tmp_path):
     arguments = [word.replace("/gcs", str(tmp_path / "artifacts")) for word in arguments]
     settings = {"workload__gpus": 2, "workload__gpusPerNode": 1, "workload__restarts": 3}
     documents = rendered(workload__arguments=f"{{{','.join(arguments)}}}", **settings, **volume)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = free.getsockname()
+    address = ("127.0.0.1", free_port())
     artifacts = artifacts_of(documents, tmp_path)
     pods = [start_pod(documents, index, tmp_path, address) for index in (0, 1)]
     metrics = artifacts / "metrics.jsonl"

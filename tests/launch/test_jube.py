@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import string
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import torch
 import yaml
 
 from minitron.data.indexed import IndexedDataset
+from ports import free_port
 from slurm_cluster import Cluster, until
 
 ROOT = Path(__file__).parents[2]
@@ -94,15 +94,12 @@ def slurm(tmp_path, monkeypatch):
 
 def job(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     """The job script as Slurm would run it on one node with two ranks."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     env = os.environ | {
         "SLURM_JOB_ID": "17",
         "SLURM_JOB_NODELIST": "node1",
         "SLURM_JOB_NUM_NODES": "1",
         "SLURM_PROCID": "0",
-        "MASTER_PORT": f"{port}",
+        "MASTER_PORT": f"{free_port()}",
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "RESTARTS": "20",  # as somebody may have exported who starts other jobs, too

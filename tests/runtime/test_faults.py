@@ -42,6 +42,7 @@ from minitron.runtime.rendezvous import SignedStore, Signer
 from minitron.runtime.signals import Listener
 from minitron.runtime.status import LOST
 from minitron.runtime.stop import Diverged, Stop
+from ports import free_port
 
 
 def root_cause(output: str) -> str:
@@ -304,10 +305,7 @@ def test_a_rank_uses_the_store_once_for_the_steps_of_a_second(stop, seconds, gat
 
 
 def test_a_rank_that_serves_the_store_waits_for_those_who_ask_there(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with Run(tmp_path, f"late@{port}", "train.steps=3", ranks=2) as run:
+    with Run(tmp_path, f"late@{free_port()}", "train.steps=3", ranks=2) as run:
         status, _, output = run.end()
     assert status == 0, output
 
@@ -480,8 +478,7 @@ def test_a_signal_while_torch_is_loaded_is_one_line(module, number):
 def test_a_signal_while_ranks_meet_is_one_line(tmp_path, rank, number):
     """Rank 0 serves the store and waits for the other one; rank 1 stands in C while that does not answer."""
     mute = socket.socket()
-    mute.bind(("127.0.0.1", 0))
-    port = mute.getsockname()[1]
+    mute.bind(("127.0.0.1", port := free_port()))
     if rank == 0:
         mute.close()
     else:
@@ -645,12 +642,6 @@ def served(answer):
         server.shutdown(socket.SHUT_RDWR)
 
 
-def unused_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 def join(tmp_path, fault="none", ranks=(0, 1), address="127.0.0.1", port=None, agent=False):
     """Start these ranks of two without torchrun; return {rank: (exit status, what it printed)}.
 
@@ -659,7 +650,7 @@ def join(tmp_path, fault="none", ranks=(0, 1), address="127.0.0.1", port=None, a
     environ = {
         "WORLD_SIZE": "2",
         "MASTER_ADDR": address,
-        "MASTER_PORT": str(port or unused_port()),
+        "MASTER_PORT": str(port or free_port()),
         "TORCHELASTIC_USE_AGENT_STORE": str(agent),
         "CUDA_VISIBLE_DEVICES": "",
     }
@@ -693,7 +684,7 @@ def test_a_name_that_does_not_resolve_is_one_line(tmp_path, rank):
 
 @pytest.mark.parametrize("rank, agent", [(1, False), (0, True)])
 def test_an_address_that_nobody_serves_is_one_line(tmp_path, rank, agent):
-    port = unused_port()
+    port = free_port()
     is_lost(join(tmp_path, ranks=[rank], port=port, agent=agent)[rank], rank, f"127.0.0.1:{port}")
 
 

@@ -19,6 +19,7 @@ from minitron import pretrain
 from minitron.config import cli
 from minitron.runtime.log import Log
 from minitron.runtime.log_formats import Iteration
+from ports import free_port
 
 STEP = Iteration(
     step=1,
@@ -36,12 +37,6 @@ TINY = (
     "model.vocab_size=64 train.seq_len=16 data.source=mock precision.dtype=fp32 optimizer.warmup_steps=1 "
     "train.eval_every=2 train.eval_steps=1"
 ).split()
-
-
-def free_port():
-    with closing(socket.socket()) as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def ask(port):

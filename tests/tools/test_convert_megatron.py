@@ -23,6 +23,7 @@ from minitron.config import cli
 from minitron.data.batch import Batch
 from minitron.interop import convert_hf, convert_megatron, torch_dist
 from minitron.testing import assert_close_rel
+from ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = dict(num_layers=2, hidden_size=32, num_attention_heads=4, ffn_hidden_size=48)
@@ -67,7 +68,7 @@ def weights_of(folder):
 def test_logits_equal_megatron_s(tmp_path, kind):
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "write_megatron.py"), str(tmp_path), kind],
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "MASTER_PORT": str(29700 + os.getpid() % 200)},
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "MASTER_PORT": str(free_port())},
         capture_output=True,
         text=True,
         timeout=600,
