@@ -84,12 +84,12 @@ def own_rows(path: Path) -> list[Row]:
     found = {}
     for one in record.rows(path):
         case = CASES.get(re.sub("-(bf16|fp8)$", "", one.get("case", "")))
-        if one["kind"] == "compare" and case and (gpu := re.search(r"[HAB]\d00", one["gpu"] or "")):
-            found[one["case"], gpu[0]] = row = Row(
+        if one["kind"] == "compare" and case and (gpu := device_of(one)):
+            found[one["case"], gpu] = row = Row(
                 one["case"],
                 case.gpus,
                 tuple(case.arguments(one["fp8"])),
-                gpu[0].lower(),
+                gpu,
                 one["ours"]["step_seconds"],
                 one["ours_gib"],
                 one["ours"].get("floor_gemm_seconds"),
@@ -98,10 +98,10 @@ def own_rows(path: Path) -> list[Row]:
                 software="minitron",
             )
             if row.host_bound:
-                found[one["case"], gpu[0]] = replace(row, fitted="")
+                found[one["case"], gpu] = replace(row, fitted="")
             if one["peer"] == "megatron" and one["peer_figures"]:
                 overlaps = "tp-overlap" in (one.get("mode") or "")  # it has user buffers then
-                found["Megatron", one["case"], gpu[0]] = replace(
+                found["Megatron", one["case"], gpu] = replace(
                     row,
                     name=f"{BESIDE}{one['case']}",
                     arguments=(*case.arguments(one["fp8"]), f"parallel.overlap_tp={str(overlaps).lower()}"),
@@ -120,11 +120,15 @@ def published_rows() -> list[Row]:
 
 
 def predict(row: Row, machines: Machines) -> Plan:
-    if row.device not in machines[0]:
-        raise ValueError(f"{row.name} ran on {row.device}, of which {DEVICES.name} knows nothing; add its constants")
-    device = machines[0][row.device]
+    device = known(row.device, row.name, machines)
     machine = Machine(device, machines[1][row.fabric or device.fabric], SOFTWARE[row.software])
     return plan(configuration(row.arguments), row.gpus, machine)
+
+
+def known(device: str, run: str, machines: Machines) -> Device:
+    if device not in machines[0]:
+        raise ValueError(f"{run} ran on {device}, of which {DEVICES.name} knows nothing; add its constants")
+    return machines[0][device]
 
 
 def alone(machine: Machine) -> Machine:
@@ -147,7 +151,8 @@ def rank_seconds(one: dict, machines: Machines) -> float:
     arguments = tuple(f"configs/{name}.yaml" for name in one["recipe"].split()) + tuple(one["keys"])
     cfg, world = configuration(arguments), one["world"]
     software = SOFTWARE["minitron" if one["replayed"] else "minitron-eager"]
-    device, named = machines[0]["h200"], re.search(r"--fabric (\S+)", one["command"])  # how many GPUs a node has
+    device = known(device_of(one), one["recipe"], machines)
+    named = re.search(r"--fabric (\S+)", one["command"])  # how many GPUs a node has
     fabric = machines[1][named[1] if named else device.fabric]
     step = Step(cfg, world, alone(Machine(device, fabric, software)))
     pp = cfg.parallel.pp
@@ -163,12 +168,19 @@ def rank_seconds(one: dict, machines: Machines) -> float:
 
 
 def single_ranks(records: list[dict]) -> list[dict]:
-    """The newest record of every rank that was measured alone on an H200."""
+    """The newest record of every rank that was measured alone, on each kind of GPU."""
     found = {}
     for one in records:
-        if one["kind"] == "one_rank" and "H200" in (one["gpu"] or ""):
-            found[tuple(str(one[key]) for key in ("recipe", "keys", "world", "rank", "replayed"))] = one
-    return list(found.values())
+        if one["kind"] == "one_rank" and device_of(one):
+            identity = (device_of(one), *(str(one[key]) for key in ("recipe", "keys", "world", "rank", "replayed")))
+            found[identity] = one
+    return sorted(found.values(), key=device_of)
+
+
+def device_of(one: dict) -> str | None:
+    """The planner's name of a record's GPU; None of a CPU."""
+    gpu = re.search(r"[HAB]\d00", one["gpu"] or "")
+    return gpu and gpu[0].lower()
 
 
 # ---- the fit ---------------------------------------------------------------------------------------------------------
@@ -350,15 +362,15 @@ def one_rank_table(ranks: list[dict], machines: Machines) -> list[str]:
     lines = ["", "## One rank alone", "", "Of jobs whose other ranks were made up; none is fitted. Eager steps in FP8 "]
     lines[-1] += "wait for the host, and the planner knows one: that which ran `benchmarks/host.py`."
     lines += [""]
-    lines += ["| rank | format | steps | predicted s | measured s | error |", "|---|---|---|---|---|---|"]
+    lines += ["| rank | device | format | steps | predicted s | measured s | error |", "|---|---|---|---|---|---|---|"]
     errors: dict[str, list[float]] = {"recorded": [], "eager": []}
     for one in ranks:
         predicted, measured = rank_seconds(one, machines), one["step_seconds"]
         name = f"{one['recipe']}, {one['rank']} of {one['world']}"
         kind = one["dtype"] if one["fp8"] == "none" else f"FP8 {one['fp8']}"
         how = "recorded" if one["replayed"] else "eager"
-        line = f"| {name} | {kind} | {how} | {predicted:.3f} | {measured:.3f} | {_error(predicted, measured)} |"
-        lines.append(line)
+        line = f"| {name} | {device_of(one)} | {kind} | {how} | {predicted:.3f} | {measured:.3f} |"
+        lines.append(f"{line} {_error(predicted, measured)} |")
         errors[how].append(predicted / measured - 1)
     return lines + [line for how in errors for line in summary(f"single ranks, {how} steps", errors[how])]
 

@@ -9,6 +9,8 @@ time, which takes rows of three ranks, is simulated with today's schedule and pl
     all recipes        a middle rank with the graph, in bf16 and FP8, and the first and the last one for the job's time
     175B, 70B, 405B    and the second pipeline rank; and the middle one eager
 
+Where a recipe's gradients, dropout or layout are not the published job's, the job with these has rows of its own.
+
 `--missing --two-gpus` measures the method itself: jobs of two GPUs that both run, and as one rank alone.
 
 `--whole` runs the documents' one-node jobs themselves on eight GPUs (benchmarks/whole_job.py), in bf16 and FP8: 20
@@ -44,20 +46,38 @@ from minitron.config.schema import Config
 from minitron.planner.dryrun.dryrun import choose_ranks
 from minitron.planner.plan import Plan, Step, available_gib, plan
 
-BOTH = (), ("precision.fp8=delayed",)
+
+def both(*keys: str) -> tuple[tuple[str, ...], ...]:
+    """The keys in bf16 and in FP8."""
+    return keys, ("precision.fp8=delayed", *keys)
+
+
+BOTH = both()
 FP16 = (), ("precision.dtype=bf16", "precision.fp8=delayed")
-# recipe, GPUs, network, keys of each number format; the first ones matter most, and take longest
+GRADIENTS, WEIGHTS = "optimizer.grad_dtype=bf16", "precision.fp8_params=true"
+DROPOUT = "model.hidden_dropout=0.1", "model.attention_dropout=0.1"
+PUBLISHED_405B = GRADIENTS, "parallel.pp=8", "parallel.vp=8"
+DATA_PARALLEL = "parallel.pp=1", "parallel.vp=1", "parallel.layers_per_stage=null"
+# recipe, GPUs, network, keys of each number format. First those that match the published jobs, all of which kept
+# gradients in bf16; then recipes as they are.
 RECIPES = (
+    ("gpt3_175b", 128, "ndr400", both(GRADIENTS)),
+    ("gpt3_175b", 128, "ndr400", both(GRADIENTS, *DROPOUT)),
+    ("llama31_70b", 64, "ndr400", both(GRADIENTS)),
+    ("llama31_405b", 512, "ndr400", (PUBLISHED_405B, ("precision.fp8=delayed", WEIGHTS, *PUBLISHED_405B))),
+    ("llama3_8b", 8, "ndr400", both(GRADIENTS)),
+    ("llama3_8b_sft", 8, "ndr400", both(GRADIENTS, *DATA_PARALLEL)),
+    ("llama3_8b_lora", 8, "ndr400", BOTH),
+    ("gpt3_175b_gke", 256, "a3-mega", (("precision.fp8=none", GRADIENTS), (GRADIENTS,))),
     ("gpt3_175b", 128, "ndr400", BOTH),
     ("llama31_70b", 64, "ndr400", BOTH),
-    ("gpt3_175b_gke", 256, "a3-mega", (("precision.fp8=none",), ())),
     ("llama31_405b", 512, "ndr400", BOTH),
-    ("gpt3_175b_jube", 384, "juwels-booster", FP16),
-    ("gpt3_13b", 8, "ndr400", BOTH),
-    ("gpt3_13b_jube", 32, "juwels-booster", FP16),
     ("llama3_8b", 8, "ndr400", BOTH),
     ("llama3_8b_sft", 8, "ndr400", BOTH),
-    ("llama3_8b_lora", 8, "ndr400", BOTH),
+    ("gpt3_175b_gke", 256, "a3-mega", (("precision.fp8=none",), ())),
+    ("gpt3_13b", 8, "ndr400", BOTH),
+    ("gpt3_175b_jube", 384, "juwels-booster", FP16),
+    ("gpt3_13b_jube", 32, "juwels-booster", FP16),
 )
 CLOSELY = "gpt3_175b", "llama31_70b", "llama31_405b"
 CHECKED = "2gpu-8b-16layers-s8192-dp2", "2gpu-70b-4layers-tp2", "2gpu-175b-2layers-tp2", "2gpu-8b-16layers-pp2"
@@ -77,8 +97,9 @@ the rank are not there, what they send is made up ([`one_rank.py`](../one_rank.p
   are per layer and microbatch. GiB is all that is taken of the device.
 - Job is *modelled (one rank, planned traffic)*: the schedule of the whole job, simulated with what the first, a middle
   and the last rank measured, and the traffic that the planner expects; beside it the same without traffic. Planned is
-  the planner's step on the GPU of the table; published is what others measured on the GPU named. These are of the
-  recipe's batch.
+  the planner's step on the GPU of the table; published is what others measured on the GPU named, at first and at best,
+  mostly with gradients in bf16 and GPT-3 with dropout. These are of the recipe's batch. Keys beside a recipe replace
+  those in it.
 """
 TWO_GPUS = "Jobs of two GPUs: the step that both took (`benchmarks/step.py`), and what one rank at a time says of it."
 WHOLE_LABEL = (
@@ -411,7 +432,8 @@ def job_times(job: Job, rows: list[dict], gpu: str | None) -> tuple[float, float
 def line(run: Run, row: dict, times: tuple[float, float] | None) -> str:
     cfg = configuration(run.recipe, run.keys)
     stage = f"pp {run.rank * cfg.parallel.pp // run.world} of {cfg.parallel.pp}"
-    cells = [run.recipe, run.world, row["dtype"] if row["fp8"] == "none" else f"FP8 {row['fp8']}"]
+    more = [key.split(".", 1)[1] for key in run.keys if key.split("=")[0] not in ("precision.fp8", "precision.dtype")]
+    cells = [" ".join([run.recipe, *more]), run.world, row["dtype"] if row["fp8"] == "none" else f"FP8 {row['fp8']}"]
     cells += [f"{run.rank} ({stage})", "on" if row["replayed"] else "off", row["microbatches"]]
     nodes = None if row["nodes"] is None else row["nodes"] / (row["layers"] * row["microbatches"])
     share = row["busy_seconds"] and row["step_seconds"] / row["busy_seconds"]
@@ -435,17 +457,23 @@ def planned(cfg: Config, run: Run, gpu: str | None) -> float:
 
 
 def published(cfg: Config, run: Run | Whole) -> str:
-    """What published.json has of the same recipe, GPUs, batch and number format, the first of them."""
+    """What published.json has of the same recipe, GPUs, batch and number format: the first of them, and the best."""
 
     def kind(cfg: Config) -> tuple:
-        t = cfg.train
-        return t.seq_len, t.global_batch_size, cfg.model.num_layers, cfg.precision.dtype, cfg.precision.fp8
+        m, t, p = cfg.model, cfg.train, cfg.precision
+        return t.seq_len, t.global_batch_size, m.num_layers, m.vocab_size, p.dtype, p.fp8
 
-    for row in calibration.published_rows():
-        same = Path(row.arguments[0]).stem == run.recipe and row.gpus == run.world
-        if same and kind(calibration.configuration(row.arguments)) == kind(cfg):
-            return f"{row.seconds:.2f} ({row.device})"
-    return ""
+    found = [
+        row
+        for row in calibration.published_rows()
+        if Path(row.arguments[0]).stem == run.recipe
+        and row.gpus == run.world
+        and kind(calibration.configuration(row.arguments)) == kind(cfg)
+    ]
+    if not found:
+        return ""
+    first, best = found[0], min(found, key=lambda row: row.seconds)
+    return f"{first.seconds:.2f}" + f", best {best.seconds:.2f}" * (best is not first) + f" ({first.device})"
 
 
 def main(argv: list[str] | None = None) -> int:

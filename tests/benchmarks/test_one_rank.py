@@ -369,10 +369,13 @@ def test_missing_rows_are_run_until_the_time_is_over_and_shown(tmp_path, monkeyp
     assert recipes.main(missing) == 0 and not begun()
     text = (tmp_path / "recipes.md").read_text()
     seconds, quiet = recipes.job_times(next(recipes.jobs()), record.rows(results), "H200")
-    first = "| gpt3_175b | 128 | bf16 | 64 (pp 4 of 8) | on | 16 | 1.040 | 1.000 | 1.040 | 0.100 | 140 | 70.0 |"
-    assert f"{first} {seconds:.2f} | {quiet:.2f} |" in text and 64 * 12 * 0.006 < quiet < seconds < 64 * 12 * 0.012
+    first = "| gpt3_175b grad_dtype=bf16 | 128 | bf16 | 64 (pp 4 of 8) | on | 16 | 1.040 | 1.000 | 1.040 | 0.100 |"
+    assert (
+        f"{first} 140 | 70.0 | {seconds:.2f} | {quiet:.2f} |" in text
+        and 64 * 12 * 0.006 < quiet < seconds < 64 * 12 * 0.012
+    )
     assert len(record.rows(results)) == 10
-    assert "8.91 (h100) |" in text and "5.92 (h100) |" in text and "without traffic" in text
+    assert "8.91, best 8.31 (h100) |" in text and "5.92, best 5.63 (h100) |" in text and "without traffic" in text
     assert "Not yet measured" not in text and "H200 at 700 W; torch 2; 2026-11-22, commit abc" in text
 
 
@@ -408,7 +411,7 @@ def test_an_earlier_row_stands_in_only_for_the_same_rank_of_the_same_job_on_the_
 
 
 def test_rows_of_another_gpu_are_missing_here_and_have_a_table_of_their_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(recipes, "RECIPES", [(*recipes.RECIPES[7][:3], ((),))])  # llama3_8b in bf16
+    monkeypatch.setattr(recipes, "RECIPES", [("llama3_8b", 8, "ndr400", ((),))])  # in bf16
     row = {"dtype": "bf16", "fp8": "none", "replayed": True, "microbatches": 4, "layers": 16, "step_seconds": 1.0}
     row |= dict.fromkeys(("busy_seconds", "host_seconds", "nodes"), None) | {"device_gib": 70.0}
     (job,), rows = recipes.jobs(), []

@@ -523,6 +523,16 @@ def test_recorded_single_ranks_are_met_within_20_percent():
     assert ranks and max(map(abs, errors)) < 0.20 and abs(sum(errors) / len(errors)) < 0.04
 
 
+def test_a_single_rank_is_planned_on_its_own_gpu():
+    one = next(one for one in calibration.single_ranks(record.rows(calibration.RESULTS)) if one["replayed"])
+    gpus = "NVIDIA H200", "NVIDIA H100 80GB HBM3", None
+    slower, faster = calibration.single_ranks([one | {"gpu": gpu} for gpu in (*gpus, gpus[0])])
+    assert [calibration.device_of(rank) for rank in (slower, faster)] == ["h100", "h200"]
+    assert calibration.rank_seconds(slower, MACHINES) > calibration.rank_seconds(faster, MACHINES)
+    with pytest.raises(ValueError, match="ran on b200, .* add its constants"):
+        calibration.rank_seconds(one | {"gpu": "NVIDIA B200"}, MACHINES)
+
+
 def test_all_other_runs_are_met_within_15_percent_and_their_memory_within_6():
     rows = calibration.own_rows(calibration.RESULTS)
     assert rows
