@@ -88,7 +88,7 @@ def own_rows(path: Path) -> list[Row]:
             found[one["case"], gpu] = row = Row(
                 one["case"],
                 case.gpus,
-                tuple(case.arguments(one["fp8"])),
+                (*case.arguments(one["fp8"]), f"optimizer.grad_dtype={record.gradients(one['ours'])}"),
                 gpu,
                 one["ours"]["step_seconds"],
                 one["ours_gib"],
@@ -104,7 +104,7 @@ def own_rows(path: Path) -> list[Row]:
                 found["Megatron", one["case"], gpu] = replace(
                     row,
                     name=f"{BESIDE}{one['case']}",
-                    arguments=(*case.arguments(one["fp8"]), f"parallel.overlap_tp={str(overlaps).lower()}"),
+                    arguments=(*row.arguments, f"parallel.overlap_tp={str(overlaps).lower()}"),
                     seconds=one["peer_figures"]["step_seconds"],
                     gib=one["peer_gib"],
                     products=None,
@@ -148,7 +148,7 @@ def alone(machine: Machine) -> Machine:
 
 def rank_seconds(one: dict, machines: Machines) -> float:
     """Predict the step of a record of one_rank.py: its microbatches and its update, without any other rank."""
-    arguments = tuple(f"configs/{name}.yaml" for name in one["recipe"].split()) + tuple(one["keys"])
+    arguments = (f"configs/{one['recipe']}.yaml", *one["keys"], f"optimizer.grad_dtype={record.gradients(one)}")
     cfg, world = configuration(arguments), one["world"]
     software = SOFTWARE["minitron" if one["replayed"] else "minitron-eager"]
     device = known(device_of(one), one["recipe"], machines)

@@ -133,6 +133,7 @@ def figures(cfg: Config, step_seconds: float, world: int, device: torch.device, 
     return {
         "gpu": name,
         "world": world,
+        "gradients": cfg.optimizer.accumulates_in,
         "step_seconds": step_seconds,
         "tflops": tflops["full"],
         "tokens_per_second_per_gpu": t.global_batch_size * t.seq_len / step_seconds / world,

@@ -414,7 +414,8 @@ def main(argv: list[str] | None = None) -> dict:
         plan = None if args.alone else Step(cfg, args.world, machine)
     rows = {} if args.alone else others(args, cfg.parallel.pp, rank)  # before this process takes memory of the GPU
     figures = measured(fewer(cfg, args.world, args), args.world, rank, args, machine, laps)
-    result = identity(args, rank) | {"dtype": cfg.precision.dtype, "fp8": cfg.precision.fp8} | figures
+    formats = {"dtype": cfg.precision.dtype, "fp8": cfg.precision.fp8, "gradients": cfg.optimizer.accumulates_in}
+    result = identity(args, rank) | formats | figures
     if plan is not None:
         rows[place(rank, cfg.parallel.pp, args.world)] = result
         result["job_step_seconds"], result["job_quiet_seconds"] = job_seconds(plan, args.world, rows)

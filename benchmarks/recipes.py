@@ -152,7 +152,9 @@ class Run:
         """The newest record of this run among those of one kind of GPU; None if it is missing."""
         options = argparse.Namespace(config=self.config, world=self.world, graph=self.graph)
         wanted = one_rank.identity(options, self.rank)
-        return next((row for row in reversed(rows) if wanted.items() <= row.items()), None)
+        gradients = configuration(self.recipe, self.keys).optimizer.accumulates_in  # a recipe's own may have changed
+        found = (row for row in reversed(rows) if wanted.items() <= row.items())
+        return next((row for row in found if record.gradients(row) == gradients), None)
 
 
 @dataclass(frozen=True)

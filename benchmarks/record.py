@@ -61,6 +61,11 @@ def rows(path: Path | None) -> list[dict]:
     return [json.loads(line) for line in lines]
 
 
+def gradients(row: dict) -> str:
+    """The format of a row's gradients: float32 where it names none."""
+    return row.get("gradients", "fp32")
+
+
 def environment() -> dict:
     """What a figure depends on beside the code. None where there is no GPU or package."""
     gpu, power = (

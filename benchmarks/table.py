@@ -52,7 +52,8 @@ def markdown(entries: list[dict]) -> str:
     for e in entries:
         ours, peer = (_percent(e[f"{who}_mfu"], e.get(f"{who}_mfu_weights")) for who in ("ours", "peer"))
         ratio = _ratio(e["ratio"]) + (f" ± {e['spread']:.3f}" if "spread" in e else "")
-        cells = [e["case"], gpu_of(e), ours, peer if e["peer_figures"] else "out of memory", ratio]
+        gradients = ", gradients in bf16" if e["ours"].get("gradients") == "bf16" else ""
+        cells = [e["case"] + gradients, gpu_of(e), ours, peer if e["peer_figures"] else "out of memory", ratio]
         gib = ["unknown" if e[key] is None else f"{e[key]:.1f}" for key in ("ours_gib", "peer_gib")]
         cells += [_ratio(e.get("ratio_without_head")), *gib, peer_of(e)]
         lines.append(f"| {' | '.join(cells)} |")

@@ -596,6 +596,9 @@ def test_rows_are_of_a_case_a_peer_and_a_gpu_and_h100_comes_first(tmp_path):
     assert [e["n"] for e in found] == [1, 2]
     headings = [heading for heading, _ in table.groups(found)]
     assert [heading.split(":")[0] for heading in headings] == ["H100", "H200"]
+    whole = entries[0] | dict.fromkeys(("ours_gib", "peer_gib", "commit"), None) | {"versions": {}, "time": "2026"}
+    in_bf16 = whole | {"ours": whole["ours"] | {"gradients": "bf16"}}
+    assert "| a |" in table.markdown([whole]) and "| a, gradients in bf16 |" in table.markdown([in_bf16])
 
 
 def test_cases_that_differ_are_drawn_in_other_words():

@@ -321,6 +321,7 @@ def fake_measurements(monkeypatch, tmp_path, **times):
         row = one_rank.identity(args, int(args.rank)) | {
             "dtype": "bf16",
             "fp8": "none",
+            "gradients": cfg.optimizer.accumulates_in,
             "replayed": args.graph == "on",
             "microbatches": 16,
             "layers": 12,
@@ -429,6 +430,15 @@ def test_rows_of_another_gpu_are_missing_here_and_have_a_table_of_their_own(tmp_
     assert 0 < page.index("## NVIDIA H100") < page.index("## NVIDIA H200") and "modelled" in page
     machines = [one_rank.machine_of(row["gpu"], "ndr400").device.gpu for row in (*rows, {"gpu": None})]
     assert machines == ["H200", "H100", "H200"]
+
+
+def test_a_recipe_whose_gradients_change_format_is_measured_again(monkeypatch):
+    (run,) = (job.main for job in recipes.jobs() if job.main.recipe == "llama3_8b_lora" and not job.main.keys)
+    row = one_rank.identity(Namespace(config=run.config, world=run.world, graph="on"), run.rank)
+    assert run.row([row]) is row and run.row([row | {"gradients": "bf16"}]) is None
+    changed_to = changed(recipes.configuration(run.recipe, ()), optimizer=dict(grad_dtype="bf16"))
+    monkeypatch.setattr(recipes, "configuration", lambda *_: changed_to)
+    assert run.row([row]) is None and run.row([newer := row | {"gradients": "bf16"}]) is newer
 
 
 def test_a_measurement_that_hangs_is_ended_and_the_others_go_on(tmp_path, monkeypatch, capsys):

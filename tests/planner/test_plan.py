@@ -529,6 +529,8 @@ def test_a_single_rank_is_planned_on_its_own_gpu():
     slower, faster = calibration.single_ranks([one | {"gpu": gpu} for gpu in (*gpus, gpus[0])])
     assert [calibration.device_of(rank) for rank in (slower, faster)] == ["h100", "h200"]
     assert calibration.rank_seconds(slower, MACHINES) > calibration.rank_seconds(faster, MACHINES)
+    less = calibration.rank_seconds(slower | {"gradients": "bf16"}, MACHINES)
+    assert less < calibration.rank_seconds(slower, MACHINES)
     with pytest.raises(ValueError, match="ran on b200, .* add its constants"):
         calibration.rank_seconds(one | {"gpu": "NVIDIA B200"}, MACHINES)
 
