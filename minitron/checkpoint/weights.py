@@ -26,9 +26,7 @@ class Weights(Protocol):
     path: Path
     index: Path
     config: dict[str, Any]
-
-    @property
-    def note(self) -> str: ...
+    note: str = ""
 
     def names(self) -> list[str]: ...
 
@@ -44,6 +42,7 @@ class Weights(Protocol):
 
     def parts(self) -> tuple[str, Weights]:
         """Return a text and weights, read as they were saved, which together identify this model."""
+        return "", self
 
 
 def base_of(cfg: Config) -> str | None:

@@ -35,25 +35,23 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import yaml
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minitron.checkpoint.format import NAMES, STORED, CheckpointError
+from minitron.checkpoint.weights import Weights
 from minitron.config import cli, rules
 from minitron.config.files import errors_as, read_json, size_of
 from minitron.config.schema import ModelConfig
 
 STORED_DTYPES = {code: dtype for dtype, code in STORED.items()}
 BLOCK_ROWS = 1024  # of a vocabulary, read at a time
-HEADS = {  # what else transformers puts on these models, by the tensor that shows it
-    "score.weight": "sequence classification",
-    "classifier.weight": "token classification",
-    "qa_outputs.weight": "question answering",
-}
+HEADS = {"score.weight", "classifier.weight", "qa_outputs.weight"}  # of models that classify texts or tokens
 
 
 class Format(NamedTuple):
-    """One model_type of config.json."""
+    """One model_type of config.json, in hf_formats.yaml."""
 
     family: str  # minitron's
     architecture: str  # transformers' class
@@ -65,61 +63,13 @@ class Format(NamedTuple):
     buffers: str  # tensors that old versions saved and none reads
 
 
-KEYS = {  # field of ModelConfig: (its key of Llama, its key of GPT-2)
-    "num_layers": ("num_hidden_layers", "n_layer"),
-    "hidden_size": ("hidden_size", "n_embd"),
-    "ffn_hidden_size": ("intermediate_size", "n_inner"),
-    "num_heads": ("num_attention_heads", "n_head"),
-    "num_kv_heads": ("num_key_value_heads", None),
-    "head_dim": ("head_dim", None),
-    "vocab_size": ("vocab_size", "vocab_size"),
-    "max_positions": ("max_position_embeddings", "n_positions"),
-    "tie_embeddings": ("tie_word_embeddings", "tie_word_embeddings"),
-    "norm_eps": ("rms_norm_eps", "layer_norm_epsilon"),
-}
-ABSENT = dict(head_dim=None, num_key_value_heads=None, tie_word_embeddings=False, rms_norm_eps=1e-6)
-QWEN = ABSENT | dict(num_key_value_heads=32, max_position_embeddings=32768)
-QWEN_FIXED = dict(hidden_act="silu", use_sliding_window=False, use_mrope=False)
-LLAMA = Format(
-    "llama",
-    "LlamaForCausalLM",
-    "model.",
-    {field: key for field, (key, _) in KEYS.items()},
-    ABSENT | dict(max_position_embeddings=2048),
-    {},
-    dict(hidden_act="silu", attention_bias=False, mlp_bias=False),
-    r"\.rotary_emb\.inv_freq$",
-)
-FORMATS = {
-    "llama": LLAMA,
-    "mistral": LLAMA._replace(
-        architecture="MistralForCausalLM",
-        absent=ABSENT | dict(num_key_value_heads=8, max_position_embeddings=131072, sliding_window=4096),
-        fixed=dict(hidden_act="silu", sliding_window=None),
-    ),
-    "qwen2": LLAMA._replace(architecture="Qwen2ForCausalLM", absent=QWEN, own=dict(qkv_bias=True), fixed=QWEN_FIXED),
-    "qwen3": LLAMA._replace(
-        architecture="Qwen3ForCausalLM",
-        absent=QWEN | dict(head_dim=128),
-        own=dict(qk_norm=True),
-        fixed=QWEN_FIXED | dict(attention_bias=False),
-    ),
-    "gpt2": Format(
-        "gpt",
-        "GPT2LMHeadModel",
-        "transformer.",
-        {field: key for field, (_, key) in KEYS.items() if key},
-        dict(n_inner=None, tie_word_embeddings=True, layer_norm_epsilon=1e-5),
-        {},
-        dict(activation_function="gelu_new", scale_attn_weights=True) | dict(scale_attn_by_inverse_layer_idx=False),
-        r"\.attn\.(masked_)?bias$",
-    ),
-}
+HERE = Path(__file__).parent
+FORMATS = {kind: Format(**fields) for kind, fields in yaml.safe_load((HERE / "hf_formats.yaml").read_text()).items()}
 ROPE_SCALING = {name: name for name in ("factor", "low_freq_factor", "high_freq_factor")}
 ROPE_SCALING["original_max_positions"] = "original_max_position_embeddings"
 ROPE = {"rope_theta", "rope_type", "type", "partial_rotary_factor", *ROPE_SCALING.values()}
 # Keys that leave the network as it is, of every version of transformers: each other one is computed, None, or refused.
-HARMLESS = set(Path(__file__).with_name("config_keys.txt").read_text().split())
+HARMLESS = set((HERE / "config_keys.txt").read_text().split())
 
 
 # ---- config.json ----------------------------------------------------------------------------------------------------
@@ -257,10 +207,11 @@ def global_shapes(m: ModelConfig) -> dict[str, tuple[int, ...]]:
 # ---- reading --------------------------------------------------------------------------------------------------------
 
 
-class FolderReader:
+class FolderReader(Weights):
     """A Hugging Face folder with the read interface of `reader.Reader`; every tensor has the one kind "param".
 
-    Attributes: path, index (config.json), model, dropout, and config, which holds the model as a checkpoint's has it.
+    Attributes: model, and those of `Weights`: path, index (config.json), config, which holds the model as a
+    checkpoint's has it, and note, on a dropout of the source. The files have no checksums.
     Opening it reads config.json and the headers of all files, and checks that the tensors are those of the model.
     Raises CheckpointError in one line that names the file or the tensor.
     """
@@ -270,7 +221,9 @@ class FolderReader:
         self.index = self.path / "config.json"
         settings = _json(self.index)
         self.model = model_config(settings, str(self.index), vocab_multiple)
-        self.dropout = dropout_of(settings)
+        if dropout := " ".join(f"model.{key}={rate:g}" for key, rate in dropout_of(settings).items()):
+            why = f"{self.index} has dropout, which belongs to a run and is not taken over"
+            self.note = f"{why}; to train with it: {dropout}"
         self._map, self._shapes, self._means = tensor_map(self.model), global_shapes(self.model), {}
         fmt = FORMATS[settings["model_type"]]
         self._places = _find_tensors(self.path)
@@ -317,20 +270,6 @@ class FolderReader:
             box[max(row - begin, 0) :] = self._mean(name)[columns[0]]
         return box
 
-    def verify(self) -> None:
-        """Do nothing: these files have no checksums."""
-
-    @property
-    def note(self) -> str:
-        """Describe the dropout of the source, which a run does not take over by itself."""
-        keys = " ".join(f"model.{key}={rate:g}" for key, rate in self.dropout.items())
-        why = f"{self.index} has dropout, which belongs to a run and is not taken over"
-        return f"{why}; to train with it: {keys}" if keys else ""
-
-    def parts(self) -> tuple[str, FolderReader]:
-        """Return no text and this folder, as `Weights.parts` has it."""
-        return "", self
-
     def _slice(self, part: Part, *index: slice) -> Tensor:
         """Read a box of one part. Opens the file each time: while mapped, its pages count as memory of the process."""
         place = self._places[part.name]
@@ -355,8 +294,8 @@ class FolderReader:
         """Raise CheckpointError unless the tensors are the model's, no fewer, no more, and of its shapes."""
         parts = {part.name: part for stack in self._map.values() for part in stack}
         bare = {name.removeprefix(fmt.prefix): name for name in self._places}
-        for name in HEADS.keys() & bare.keys():
-            why = f"{name} makes it a model for {HEADS[name]}, which predicts labels and no next token"
+        for name in HEADS & bare.keys():
+            why = f"{name} makes it a model that predicts labels and no next token"
             raise CheckpointError(f"{self._places[bare[name]].path}: {why}; convert a {fmt.architecture}")
         for name, part in parts.items():
             place = self._places.get(name)

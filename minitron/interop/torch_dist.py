@@ -4,9 +4,9 @@
     __0_1.distcp      the chunks, each as torch.save writes a tensor
     common.pt         Megatron's: a zip with a pickle of what is no tensor, the run's arguments above all
 
-A pickle is a program: it names functions and calls them. `Reader` follows one with an unpickler that knows the classes
-of this format, as records without code, and refuses every other name. torch's own restricted unpickler (`weights_only`)
-reads the chunks. So the worst that a hostile checkpoint can cause is an error.
+A pickle is a program: it names functions and calls them. `Reader` follows one with an unpickler that imports none of
+them: names of MODULES become records without code, and every other name is refused. torch's own restricted unpickler
+(`weights_only`) reads the chunks. So the worst that a hostile checkpoint can cause is an error.
 
 Left out: all that is no tensor but common.pt (FP8 states, random numbers), compressed files.
 """
@@ -32,26 +32,13 @@ MEMORY_BYTES, MEMORY_TIMES = 256 << 20, 64  # that a pickle may take, and for ea
 # What reading a chunk raises if its file is damaged, or .metadata has no sound offset and length of it.
 UNREADABLE = (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError, MemoryError)
 UNREADABLE += (AttributeError, TypeError, OverflowError)
-CHECKPOINT = {
-    f"torch.distributed.checkpoint.{name}" for name in ("metadata", "filesystem", "planner", "default_planner")
+# The modules of the classes of an index, and of what arguments hold beside numbers and texts: enumerations, paths, the
+# signal that ends a run. Megatron's have enumerations alone.
+MODULES = {
+    *(f"torch.distributed.checkpoint.{name}" for name in ("metadata", "filesystem", "planner", "default_planner")),
+    *("argparse", "types", "collections", "pathlib", "pathlib._local", "signal", "torch.serialization"),
+    *("megatron.core.transformer.enums", "megatron.core.enums"),
 }
-KNOWN = {
-    *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
-    *("MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING", "_StorageInfo", "SavePlan"),
-    *("WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
-}
-# What arguments hold beside numbers and texts: enumerations, paths, the signal that ends a run.
-OTHERS = {
-    ("argparse", "Namespace"),
-    ("types", "SimpleNamespace"),
-    ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),
-    ("signal", "Signals"),
-    ("torch.serialization", "_get_layout"),
-}
-ENUMS = {"megatron.core.transformer.enums", "megatron.core.enums"}
-DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
 class Record:
@@ -74,11 +61,11 @@ class Record:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and name in DTYPES:
-            return getattr(torch, name)
+        if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
+            return dtype
         if (module, name) == ("torch", "Size"):
             return tuple
-        if (module in CHECKPOINT and name in KNOWN) or module in ENUMS or (module, name) in OTHERS:
+        if module in MODULES:
             return type(name, (Record,), {})
         raise pickle.UnpicklingError(f"it calls for {module}.{name}, which no checkpoint needs")
 

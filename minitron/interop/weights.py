@@ -79,10 +79,8 @@ def read_float32(reader: Weights, name: str) -> Tensor:
     return reader.read(name, best_kind(reader, name), (0,) * len(reader.shape(name)), reader.shape(name)).float()
 
 
-class MergedAdapter:
+class MergedAdapter(Weights):
     """An adapter's checkpoint and its base as one model. Raises CheckpointError if they do not belong together."""
-
-    note = ""
 
     def __init__(self, adapter: Reader, cfg: Config, base: Weights):
         self.base_fingerprint = fingerprint(base)
