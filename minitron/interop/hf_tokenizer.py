@@ -98,42 +98,35 @@ def write_tokenizer(folder: Path, reader: Weights, vocab_size: int, spec: str | 
             ends = end_of_answers(chats)
         except ValueError as error:  # as without jinja2
             note = f", but without the token that ends an answer ({error})"
-    if kept is not None and (own is None or same_ids(kept, own)):
-        ids = add_answers(folder, copy_files(kept, folder), chats, ends)
-        if any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-            return ids, f"with the tokenizer of {kept.parent if kept.name == KEPT else kept}{note}"
-        return ids, "without a tokenizer, of which the source had none; copy its files there"
-    if own is None:
-        return {}, f"without a tokenizer ({why}); copy its files there, or name it with --tokenizer"
-    chat = own.special.get(HEADER[2]) if finetuned else None
-    ids = {"bos_token_id": own.bos, "eos_token_id": own.eod if chat is None else [own.eod, chat]}
     kind, _, path = named.partition(":")
-    path = Path(os.path.expanduser(path))
-    if kind == "hf":
-        ids = add_answers(folder, copy_files(path, folder) or ids, chats, ends)
+    file = Path(os.path.expanduser(path))
+    ids = {} if own is None else {"bos_token_id": own.bos, "eos_token_id": own.eod}
+    if kept is not None and (own is None or same_ids(kept, own)):
+        named = str(kept.parent if kept.name == KEPT else kept)
+        ids = copy_files(kept, folder)
+    elif own is None:
+        return {}, f"without a tokenizer ({why}); copy its files there, or name it with --tokenizer"
+    elif kind == "hf":
+        ids = copy_files(file, folder) or ids
     elif isinstance(own, TiktokenTokenizer):
         write_json(folder / "tokenizer.json", tokenizer_json(own, own.bos if finetuned else None))
-        write_settings(folder, own, "PreTrainedTokenizerFast", CHAT_TEMPLATE if chat is not None else None)
+        write_settings(folder, own, "PreTrainedTokenizerFast")
     elif isinstance(own, SentencePieceTokenizer):
-        shutil.copyfile(path, folder / "tokenizer.model")
+        shutil.copyfile(file, folder / "tokenizer.model")
         more = {"legacy": False, "add_bos_token": finetuned, "unk_token": "<unk>", "add_prefix_space": own.space_first}
-        write_settings(folder, own, "LlamaTokenizer", None, **more)
-    words = (
-        "without a tokenizer: transformers has none of bytes"
-        if kind == "bytes"
-        else f"with the tokenizer {named}{note}"
-    )
-    return write_ids(folder, ids), words
+        write_settings(folder, own, "LlamaTokenizer", **more)
+    ids = write_ids(folder, ids if chats is None else add_answers(folder, ids, chats, ends))
+    if not any((folder / name).exists() for name in SPECS):
+        return ids, f"without a tokenizer, since {named} has none that transformers reads; copy its files there"
+    return ids, f"with the tokenizer of {named}{note}"
 
 
-def add_answers(folder: Path, ids: dict, own: Tokenizer | None, ends: set[int]) -> dict:
-    """Add to copied files what a model of chats needs, which their author may not have trained.
+def add_answers(folder: Path, ids: dict, own: Tokenizer, ends: set[int]) -> dict:
+    """Add to the files and ids of a tokenizer what a model of chats needs, which their author may not have trained.
 
-    own: the tokenizer of a run on chats, else None. ends: see end_of_answers. Writes Llama 3's template if there is
-    none. Returns `ids` with the ends, as generation_config.json then has them.
+    own: the tokenizer of the run. ends: see end_of_answers. Writes Llama 3's template if there is none. Returns the ids
+    with the ends.
     """
-    if own is None:
-        return ids
     path = folder / "tokenizer_config.json"
     settings = dict(read_json(path)) if path.exists() else {}
     if own.special.keys() >= set(HEADER) and not find_templates(folder, settings):
@@ -141,7 +134,7 @@ def add_answers(folder: Path, ids: dict, own: Tokenizer | None, ends: set[int]) 
     known = own.eod if ids.get("eos_token_id") is None else ids["eos_token_id"]
     known = known if isinstance(known, list) else [known]
     new = sorted(ends - set(known))
-    return write_ids(folder, ids | {"eos_token_id": known + new}) if new else ids
+    return ids | {"eos_token_id": known + new} if new else ids
 
 
 def end_of_answers(tokenizer: Tokenizer) -> set[int]:
@@ -195,13 +188,12 @@ def same_ids(folder: Path, own: Tokenizer) -> bool:
     return False
 
 
-def write_settings(folder: Path, tokenizer: Tokenizer, kind: str, template: str | None, **more: object) -> None:
-    """Write tokenizer_config.json, and the chat template as servers expect it."""
+def write_settings(folder: Path, tokenizer: Tokenizer, kind: str, **more: object) -> None:
+    """Write tokenizer_config.json."""
     texts = {i: text for text, i in tokenizer.special.items()}
     settings = {"tokenizer_class": kind, "clean_up_tokenization_spaces": False} | more
     settings |= {"eos_token": texts.get(tokenizer.eod)}
     settings |= {"bos_token": texts[tokenizer.bos]} if tokenizer.bos in texts else {}
-    settings |= {"chat_template": template} if template else {}
     write_json(folder / "tokenizer_config.json", settings)
 
 

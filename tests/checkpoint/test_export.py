@@ -97,7 +97,7 @@ def test_an_export_has_the_run_s_tokenizer(kind, tokenizers, texts, tmp_path, ca
     spec = tokenizers[kind]
     saves, ours = run(tmp_path, spec), load_tokenizer(spec)
     convert("export", saves, tmp_path / "out")
-    assert f"with the tokenizer {spec}" in capsys.readouterr().out
+    assert f"with the tokenizer of {spec}" in capsys.readouterr().out
     theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "out"))
     for text in [*texts, " Olé 今日は 😀  x"]:
         begins = kind == "llama2" and text.startswith(" ")  # SentencePiece adds a space there, transformers does not
@@ -204,7 +204,7 @@ def test_a_run_from_an_import_passes_its_files_on(source, tokenizers, tmp_path, 
     reader.config["data"]["tokenizer"] = tokenizers["gpt2"]
     (tmp_path / "other").mkdir()
     ids, words = hf_tokenizer.write_tokenizer(tmp_path / "other", reader, 500, None)
-    assert words == f"with the tokenizer {tokenizers['gpt2']}"
+    assert words == f"with the tokenizer of {tokenizers['gpt2']}"
     assert ids["eos_token_id"] == load_tokenizer(tokenizers["gpt2"]).eod
     assert not (tmp_path / "other" / "chat_template.jinja").exists()
 
@@ -213,7 +213,7 @@ def test_a_tokenizer_that_cannot_be_had(tokenizers, tmp_path, capsys):
     """The run's own is missed with a word; one that is asked for is an error, and nothing is written."""
     saves = run(tmp_path, "bytes")
     convert("export", saves, tmp_path / "out")
-    assert "without a tokenizer: transformers has none of bytes" in capsys.readouterr().out
+    assert "without a tokenizer, since bytes has none" in capsys.readouterr().out
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 256
     convert("export", saves, tmp_path / "named", "--tokenizer", tokenizers["hf"])
     assert (tmp_path / "named" / "tokenizer.json").exists()
