@@ -39,20 +39,15 @@ from minitron.kernels.gemm import DTYPES
 LAYERS = "decoder.layers."
 NOT_WEIGHTS = ("optimizer", "chained_", "rng_state", "rerun_state_machine")
 # minitron's name within a block -> Megatron's, with Transformer Engine's fused norms or with norms of their own.
-BLOCK = {
-    "norm1.weight": ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
-    "norm1.bias": ("self_attention.linear_qkv.layer_norm_bias", "input_layernorm.bias"),
-    "attention.qkv.weight": ("self_attention.linear_qkv.weight",),
-    "attention.qkv.bias": ("self_attention.linear_qkv.bias",),
-    "attention.out.weight": ("self_attention.linear_proj.weight",),
-    "attention.out.bias": ("self_attention.linear_proj.bias",),
-    "norm2.weight": ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
-    "norm2.bias": ("mlp.linear_fc1.layer_norm_bias", "pre_mlp_layernorm.bias"),
-    "mlp.up.weight": ("mlp.linear_fc1.weight",),
-    "mlp.up.bias": ("mlp.linear_fc1.bias",),
-    "mlp.down.weight": ("mlp.linear_fc2.weight",),
-    "mlp.down.bias": ("mlp.linear_fc2.bias",),
+MODULES = {
+    "norm1": ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+    "attention.qkv": ("self_attention.linear_qkv.",),
+    "attention.out": ("self_attention.linear_proj.",),
+    "norm2": ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+    "mlp.up": ("mlp.linear_fc1.",),
+    "mlp.down": ("mlp.linear_fc2.",),
 }
+BLOCK = {f"{ours}.{kind}": [name + kind for name in MODULES[ours]] for ours in MODULES for kind in ("weight", "bias")}
 REST = {
     "embedding.words.weight": "embedding.word_embeddings.weight",
     "embedding.positions": "embedding.position_embeddings.weight",

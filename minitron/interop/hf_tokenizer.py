@@ -39,11 +39,8 @@ FILES = (
 )
 SPECS = {"tokenizer.json": "hf:{}", "tokenizer.model": "llama2:{}/tokenizer.model", "vocab.json": "gpt2:{}"}
 SAMPLE = "It isn't 1,234567 o'clock,\n\n  she says:\tdef f(x): return x\r\n Ol\u00e9, \u4eca\u65e5\u306f \U0001f600!  "
-CHAT_TEMPLATE = (
-    "{{ '<|begin_of_text|>' }}{% for message in messages %}{{ '<|start_header_id|>' + message['role'] + "
-    "'<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
-)
+HERE = Path(__file__).parent
+CHAT_TEMPLATE = (HERE / "llama3_chat.jinja").read_text().strip()
 
 
 def keep(source: Path, folder: Path) -> None:
@@ -198,42 +195,25 @@ def write_settings(folder: Path, tokenizer: Tokenizer, kind: str, **more: object
 
 
 def tokenizer_json(tokenizer: TiktokenTokenizer, bos: int | None) -> dict:
-    """Make the content of tokenizer.json; bos: put before every text, None: nothing."""
+    """Fill in a tokenizer.json; bos: put before every text, None: nothing.
+
+    As tiktoken, it takes a word that is a token for that token: `ignore_merges`.
+    """
+    made = read_json(HERE / "tokenizer.json")
     shown = _printable_bytes()
-    vocabulary = {"".join(shown[byte] for byte in token): i for token, i in tokenizer.ranks.items()}
-    merges = [["".join(shown[byte] for byte in part) for part in pair] for pair in merges_of(tokenizer.ranks)]
+    made["model"]["vocab"] = {"".join(shown[byte] for byte in token): i for token, i in tokenizer.ranks.items()}
+    merges = merges_of(tokenizer.ranks)
+    made["model"]["merges"] = [["".join(shown[byte] for byte in part) for part in pair] for pair in merges]
+    made["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = tokenizer.split
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
-    words = {"type": "Split", "pattern": {"Regex": tokenizer.split}, "behavior": "Isolated", "invert": False}
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    template = None
+    made["added_tokens"] = [{"id": i, "content": text} | flags for text, i in tokenizer.special.items()]
     if bos is not None:
         text = next(text for text, i in tokenizer.special.items() if i == bos)
         first, rest = {"SpecialToken": {"id": text, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
         second = {"Sequence": {"id": "B", "type_id": 1}}
         template = {"type": "TemplateProcessing", "single": [first, rest], "pair": [first, rest, first, second]}
-        template["special_tokens"] = {text: {"id": text, "ids": [bos], "tokens": [text]}}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": i, "content": text} | flags for text, i in tokenizer.special.items()],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [words, level]},
-        "post_processor": template,
-        "decoder": level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": True,  # as tiktoken: a word that is a token is that token
-            "vocab": vocabulary,
-            "merges": merges,
-        },
-    }
+        made["post_processor"] = template | {"special_tokens": {text: {"id": text, "ids": [bos], "tokens": [text]}}}
+    return made
 
 
 def merges_of(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:

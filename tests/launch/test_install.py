@@ -65,8 +65,8 @@ def test_the_wheel_holds_what_users_name(wheel):
                 assert f"minitron/share/{folder}/{path.name}" in names
     assert {f"minitron/planner/{name}.json" for name in ("devices", "published")} <= names
     assert "minitron/share/benchmarks/results/calibration.json" in names
-    tables = ("config/names.yaml", "interop/config_keys.txt", "interop/hf_formats.yaml")
-    assert {f"minitron/{table}" for table in tables} <= names
+    tables = {f"minitron/interop/{path.name}" for path in (ROOT / "minitron" / "interop").glob("*.*")}
+    assert {"minitron/config/names.yaml"} | tables <= names
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "minitron").rglob("*.py")}
     assert modules == {name for name in names if name.endswith(".py") and not name.startswith("minitron/share/")}
     assert not [name for name in names if not name.startswith(("minitron/", "minitron-"))]
