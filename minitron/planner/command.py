@@ -24,6 +24,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from itertools import groupby, product
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from minitron.config.command import Parser, positive
 from minitron.config.schema import Config, changed
 from minitron.planner import cost, pictures
 from minitron.planner.failures import SOURCES, Failures, failures
-from minitron.planner.fit import Options, changes, memory_options, nearest_fit, reached, written
+from minitron.planner.fit import Options, changes, keeps_rules, memory_options, nearest_fit, reached, written
 from minitron.planner.machine import DEVICES, SOFTWARE, Machine, choose_machine
 from minitron.planner.pictures import MEANINGS
 from minitron.planner.plan import Plan, available_gib, plan
@@ -89,15 +90,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--save-cost-seconds", type=positive(float), help="that training loses to a save")
     add("--save-seconds", type=positive(float), help="until a save is whole")
     o = parser.parse_intermixed_args(argv)
-    more = [name for name in ("recovery_seconds", "save_cost_seconds", "save_seconds") if getattr(o, name) is not None]
+    more = [name for name in SOURCES if getattr(o, name) is not None]
     if more and o.mtbf_hours is None:
         raise ValueError(f"--{more[0].replace('_', '-')} needs the time between failures; give --mtbf-hours, too")
     if o.search and o.mtbf_hours is not None and not o.sweep:
         raise ValueError("--mtbf-hours is of one plan; leave --search out, and give the layout that it found")
-    if o.search and o.draw is not None:
-        raise ValueError("--draw shows one plan; leave --search out, and give the layout that it found")
-    if o.sweep and o.draw is not None:
-        raise ValueError("--draw shows one plan; leave --sweep out, and give one of its values")
+    if o.draw is not None and (o.search or o.sweep):
+        raise ValueError("--draw shows one plan; leave --search and --sweep out, and give a layout or a value")
     return o
 
 
@@ -230,10 +229,7 @@ def failure_record(job: Plan, o: argparse.Namespace) -> dict:
         return {}
     days, hours = cost.cost(job, o.tokens, hard.goodput())
     figures = {
-        "mtbf_seconds": hard.mtbf,
-        "recovery_seconds": hard.recovery,
-        "save_cost_seconds": hard.cost,
-        "save_seconds": hard.save,
+        **asdict(hard),
         "interval_seconds": hard.interval,
         "interval_steps": max(1, round(hard.interval / job.step_seconds)),
         "goodput": hard.goodput(),
@@ -260,13 +256,10 @@ def failure_report(job: Plan, o: argparse.Namespace) -> list[str]:
         seconds = every * job.step_seconds
         share = 100 * hard.goodput(seconds)
         lines.append(f"  as configured {seconds:8.1f} s   checkpoint.every={every}: {share:.2f} %")
-    for name, key, given in (
-        ("recovery", "recovery", o.recovery_seconds),
-        ("a save costs", "cost", o.save_cost_seconds),
-        ("a save takes", "save", o.save_seconds),
-    ):
-        source = "as given" if given is not None else SOURCES[key]
-        lines.append(f"  {name:13} {getattr(hard, key):8.3g} s   {source}")
+    for field, source in SOURCES.items():
+        name = field.removesuffix("_seconds").replace("_", " ")
+        said = source if getattr(o, field) is None else "as given"
+        lines.append(f"  {name:13} {getattr(hard, field):8.3g} s   {said}")
     return [*lines, ""]
 
 
@@ -280,10 +273,8 @@ def searchable(cfg: Config, world: int, *, quiet: bool = False) -> Config:
     except ValueError as error:
         plainest = dict(tp=1, pp=1, vp=1, cp=1, schedule="1f1b", layers_per_stage=None)
         cfg = changed(cfg, parallel=plainest, train=dict(micro_batch_size=1))
-        try:
-            rules.check(cfg, world)
-        except ValueError:
-            raise error from None
+        if not keeps_rules(cfg, world):
+            raise
         if not quiet:
             print(f"the given layout breaks a rule: {error}", file=sys.stderr)
     return cfg

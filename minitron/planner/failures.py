@@ -26,32 +26,33 @@ SHARED_GB_S = 50.0  # of the shared disk, all together
 COPY_SECONDS, SLOWER = 0.007, 0.004
 NOTICE_SECONDS, START_SECONDS = 60.0, 10.0
 _MEASURED = "benchmarks/checkpoint.py on an H200"
-SOURCES = {
-    "recovery": f"assumed {NOTICE_SECONDS:g} s to detect it and end the ranks; a start of {START_SECONDS:g} s, "
+SOURCES = {  # of the defaults, by fields of Failures
+    "recovery_seconds": f"assumed {NOTICE_SECONDS:g} s to detect it and end the ranks; a start of {START_SECONDS:g} s, "
     f"{_MEASURED}; reading the state",
-    "cost": f"{1000 * COPY_SECONDS:g} ms of waiting, and steps {100 * SLOWER:g} % slower while files are written, "
-    f"{_MEASURED}",
-    "save": f"{WRITE_GB_S} GB/s of a GPU, {_MEASURED}; assumed {SHARED_GB_S:g} GB/s of the shared disk",
+    "save_cost_seconds": f"{1000 * COPY_SECONDS:g} ms of waiting, and steps {100 * SLOWER:g} % slower while files are "
+    f"written, {_MEASURED}",
+    "save_seconds": f"{WRITE_GB_S} GB/s of a GPU, {_MEASURED}; assumed {SHARED_GB_S:g} GB/s of the shared disk",
 }
 
 
 @dataclass(frozen=True)
 class Failures:
-    """Failures and saves of a job; all in seconds. mtbf: mean time between failures of the whole job."""
+    """Failures and saves of a job. mtbf_seconds: mean time between failures of the whole job."""
 
-    mtbf: float
-    recovery: float
-    cost: float
-    save: float
+    mtbf_seconds: float
+    recovery_seconds: float
+    save_cost_seconds: float
+    save_seconds: float
 
     @property
     def interval(self) -> float:
         """The seconds of training between two saves that cost least."""
-        return best_interval(self.cost, self.save, self.mtbf)
+        return best_interval(self.save_cost_seconds, self.save_seconds, self.mtbf_seconds)
 
     def goodput(self, interval: float | None = None) -> float:
         """Return the share of time that counts, with saves this many seconds of training apart; None: the best."""
-        return predict(interval or self.interval, self.cost, self.save, self.recovery, self.mtbf)
+        times = self.save_cost_seconds, self.save_seconds, self.recovery_seconds, self.mtbf_seconds
+        return predict(interval or self.interval, *times)
 
 
 def failures(

@@ -65,14 +65,18 @@ def _smaller(job: Plan, key: str, value: Any) -> Plan | None:
     """Plan the job with another value of a key; None if that breaks a rule or saves no memory."""
     section, name = key.split(".")
     cfg = changed(job.cfg, **{section: {name: value}})
-    if cfg == job.cfg:
-        return None
-    try:
-        rules.check(cfg, job.world)
-    except ValueError:
+    if cfg == job.cfg or not keeps_rules(cfg, job.world):
         return None
     option = plan(cfg, job.world, job.machine)
     return option if option.memory_gib < job.memory_gib else None
+
+
+def keeps_rules(cfg: Config, world: int) -> bool:
+    try:
+        rules.check(cfg, world)
+    except ValueError:
+        return False
+    return True
 
 
 # ---- the nearest layout ----------------------------------------------------------------------------------------------
@@ -109,9 +113,7 @@ def _nearest(cfg: Config, world: int, machine: Machine) -> Config | None:
     for layout in sorted(every, key=lambda layout: len(changes(cfg, layout))):
         if fitting and len(changes(cfg, layout)) > distance:
             break
-        try:
-            rules.check(layout, world)
-        except ValueError:
+        if not keeps_rules(layout, world):
             continue
         memory = Memory(layout, world, gpus_per_node=machine.fabric.gpus_per_node)
         if sum(memory.lasting()) <= available and memory.peak()[1].total() <= available:

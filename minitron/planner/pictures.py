@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from minitron.config import rules
 from minitron.config.files import errors_as
 from minitron.config.schema import changed
 from minitron.planner import cost, style
 from minitron.planner.draw import draw_svg
+from minitron.planner.fit import keeps_rules
 from minitron.planner.machine import read_machines
 from minitron.planner.plan import Plan, available_gib, plan
 from minitron.planner.published import configuration, published_steps
@@ -101,9 +101,7 @@ def scaling(job: Plan, *, in_proportion: bool) -> list[Plan]:
     while world <= max(MOST_GPUS, job.world):
         batch = job.cfg.train.global_batch_size * (world // job.world if in_proportion else 1)
         cfg = changed(job.cfg, train=dict(global_batch_size=batch))
-        try:
-            rules.check(cfg, world)
-        except ValueError:  # the batch has no sample for every rank
+        if not keeps_rules(cfg, world):  # the batch has no sample for every rank
             break
         plans.append(plan(cfg, world, job.machine))
         world *= 2

@@ -34,10 +34,9 @@ def published_steps(path: Path = PUBLISHED) -> list[PublishedStep]:
             arguments = _arguments(table, table["samples_per_gpu"] * int(gpus))
             rows.append(PublishedStep(table["name"], int(gpus), arguments, table["device"], float(seconds)))
     for entry in data["reports"] + data["single"] + [one for entry in data["sourced"] for one in _scales(entry)]:
-        batch = entry["global_batch_size"]
-        row = PublishedStep(entry["name"], entry["gpus"], _arguments(entry, batch), entry["device"], 0.0)
-        row = row._replace(fabric=entry.get("fabric"), source=entry.get("source", ""))
-        rows.append(row._replace(seconds=_seconds(entry, row)))
+        arguments = _arguments(entry, entry["global_batch_size"])
+        step = entry["gpus"], arguments, entry["device"], _seconds(entry, arguments)
+        rows.append(PublishedStep(entry["name"], *step, entry.get("fabric"), entry.get("source", "")))
     return rows
 
 
@@ -49,15 +48,15 @@ def _scales(entry: dict) -> list[dict]:
     return [entry | dict(zip(listed, values)) for values in zip(*(entry[key] for key in listed), strict=True)]
 
 
-def _seconds(entry: dict, row: PublishedStep) -> float:
+def _seconds(entry: dict, arguments: tuple[str, ...]) -> float:
     """Compute the seconds of a step from the published figure: these, tokens/s, or a GPU's TFLOP/s with all scores."""
     if "step_seconds" in entry:
         return float(entry["step_seconds"])
     if "tokens_per_second" in entry:
         return entry["global_batch_size"] * entry["seq_len"] / float(entry["tokens_per_second"])
-    model = configuration(row.arguments).model
+    model = configuration(arguments).model
     operations = flops.full(model, entry["seq_len"]) * entry["global_batch_size"]
-    return operations / (float(entry["tflops"]) * 1e12 * row.gpus)
+    return operations / (float(entry["tflops"]) * 1e12 * entry["gpus"])
 
 
 def _arguments(entry: dict, batch: int) -> tuple[str, ...]:

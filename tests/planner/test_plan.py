@@ -191,7 +191,7 @@ def test_a_job_that_does_not_fit_is_one_line_and_status_1():
         (["--world", "many", "--device", "h100"], "argument --world: many is no whole number of 1 or more"),
         (["--world", "8", "--device", "h100", "--tokens", "many"], "--tokens: many is no positive number"),
         (["--world", "5", "--device", "h100", "--search"], "train.global_batch_size=48 is no multiple of"),
-        (["--world", "8", "--device", "h100", "--search", "--draw", "x"], "--draw shows one plan; leave --search out"),
+        (["--world", "8", "--device", "h100", "--search", "--draw", "x"], "--draw shows one plan; leave --search and"),
         (["--world", "6", "--device", "h100", "parallel.tp=4"], "does not divide the world of 6 ranks"),
         (["--world", "8", "--device", "h100", "--devices", "none.json"], "none.json is no table of devices"),
     ],
