@@ -55,10 +55,9 @@ REST = {
     "head.norm.bias": "decoder.final_layernorm.bias",
     "head.weight": "output_layer.weight",
 }
-OFF = (None, False, "", [])
 # Arguments that change the network -> the values that minitron computes. `fitting` adds those that depend on tensors.
 TABLE = yaml.safe_load(Path(__file__).with_name("megatron_fixed.yaml").read_text())
-FIXED = dict.fromkeys(TABLE["absent"], OFF) | {name: tuple(values) for name, values in TABLE["fixed"].items()}
+FIXED = dict.fromkeys(TABLE["absent"], [None, False, "", []]) | TABLE["fixed"]
 # Arguments of Megatron-LM and fields of Megatron-core, 0.4 to 0.19, that leave the network as it is.
 HARMLESS = Path(__file__).with_name("megatron_arguments.txt")
 
@@ -190,24 +189,16 @@ def model_of(reader: Reader, weights: set[str], keys: list[str], accepted: set[s
     return cfg.model, gpt and args.get("bias_gelu_fusion", True) is False
 
 
-def fitting(model: dict, args: dict) -> dict[str, tuple]:
+def fitting(model: dict, args: dict) -> dict[str, list]:
     """Return the arguments that must fit the tensors -> the values that do."""
-    gpt, heads = model["family"] == "gpt", args.get("num_attention_heads")
+    heads = args.get("num_attention_heads")
     width = model["hidden_size"] // heads if isinstance(heads, int) and heads > 0 else None
-    rope = model["positions"] == "rope"
-    return {
-        "normalization": ("LayerNorm",) if gpt else ("RMSNorm",),
-        "swiglu": OFF if gpt else (True,),
-        "gated_linear_unit": OFF if gpt else (True,),
-        "position_embedding_type": ("rope",) if rope else ("learned_absolute",),
-        "use_rotary_position_embeddings": (*OFF, True) if rope else OFF,
-        "layernorm_epsilon": (None, args["norm_epsilon"]),
-        "kv_channels": (None, width),
-        **{name: (None, model[name]) for name in ("num_layers", "hidden_size", "ffn_hidden_size")},
-    }
+    sizes = {name: model[name] for name in ("num_layers", "hidden_size", "ffn_hidden_size")}
+    sizes |= {"layernorm_epsilon": args["norm_epsilon"], "kv_channels": width}
+    return TABLE[model["family"]] | TABLE[model["positions"]] | {name: [None, size] for name, size in sizes.items()}
 
 
-def check_arguments(reader: Reader, args: dict, fixed: dict[str, tuple], accepted: set[str]) -> None:
+def check_arguments(reader: Reader, args: dict, fixed: dict[str, list], accepted: set[str]) -> None:
     """Raise ValueError for an argument of another network, and for an unknown one that is on and not accepted."""
     known = fixed.keys() | set(HARMLESS.read_text().split())
     unknown = []

@@ -56,15 +56,9 @@ class Exporter:
             return
         self.wait()
         self.target, words = target, [sys.executable, TOOL, "export", checkpoint, target]
-        try:
-            self.running = subprocess.Popen(
-                [*map(str, words)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                start_new_session=True,  # a Ctrl-C is for the run, which passes on what it decides
-                text=True,
-            )
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        try:  # in a session of its own: a Ctrl-C is for the run, which passes on what it decides
+            self.running = subprocess.Popen(words, **pipes, start_new_session=True, text=True)
         except OSError as error:
             self.log.warn(f"export of step {step} cannot be started, training goes on: {error}")
 

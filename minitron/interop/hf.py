@@ -60,6 +60,8 @@ class Format(NamedTuple):
     absent: dict[str, object]  # keys that may be missing -> transformers' value then
     own: dict[str, object]  # fields of ModelConfig that no key sets
     fixed: dict[str, object]  # keys that change the network -> what minitron computes, and transformers' default
+    allowed: dict[str, list]  # others of these, which export does not write -> all that minitron computes
+    known: list[str]  # keys that are read elsewhere, or are without effect beside `fixed`
     buffers: str  # tensors that old versions saved and none reads
 
 
@@ -86,20 +88,15 @@ def model_config(settings: dict, origin: str, vocab_multiple: int = ModelConfig.
     fmt = FORMATS[kind]
     settings = fmt.absent | settings
     model = {"family": fmt.family, "vocab_multiple": vocab_multiple} | fmt.own | _take(settings, fmt.keys, origin)
-    fixed = {key: (value,) for key, value in fmt.fixed.items()}
-    fixed |= {"add_cross_attention": (False,), "is_encoder_decoder": (False,), "pruned_heads": ({}, None)}
-    known = HARMLESS | {*fmt.keys.values()}
+    fixed = {key: [value] for key, value in fmt.fixed.items()} | fmt.allowed
+    known = HARMLESS | {*fmt.keys.values(), *fmt.known}
     if fmt.family == "llama":
         rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
         if not isinstance(rope, dict):
             raise CheckpointError(f"{origin}: the rotary parameters {rope!r} are no JSON object; copy it again")
         strange = {key: value for key, value in rope.items() if key not in ROPE}
         rope = {"rope_theta": 10000.0, "rope_type": rope.get("type", "default")} | settings | rope
-        fixed |= {"rope_type": ("default", "llama3"), "partial_rotary_factor": (None, 1), "rope_interleaved": (False,)}
         settings = settings | {key: rope.get(key) for key in ("rope_type", "partial_rotary_factor")} | strange
-        known |= {"rope_theta", "rope_scaling", "rope_parameters"}
-        if "use_sliding_window" in fmt.fixed:  # it is off: these have no effect
-            known |= {"sliding_window", "max_window_layers"}
         scaling = _take(rope, ROPE_SCALING, origin) if rope["rope_type"] == "llama3" else None
         model |= {"positions": "rope", "rope_theta": rope["rope_theta"], "rope_scaling": scaling}
     else:
@@ -112,8 +109,8 @@ def model_config(settings: dict, origin: str, vocab_multiple: int = ModelConfig.
     m = cfg.model
     if m.head_width * m.num_heads == m.hidden_size:
         m = replace(m, head_dim=None)  # one value for one network: some versions do not write it
-    fixed |= {"head_dim": (None, m.head_width), "layer_types": (None, ["full_attention"] * m.num_layers)}
-    fixed |= {key: (None,) for key in settings if key not in fixed.keys() | known and not key.startswith("unsloth_")}
+    fixed |= {"head_dim": [None, m.head_width], "layer_types": [None, ["full_attention"] * m.num_layers]}
+    fixed |= {key: [None] for key in settings if key not in fixed.keys() | known and not key.startswith("unsloth_")}
     for key, allowed in fixed.items():
         if settings.get(key, allowed[0]) not in allowed:
             has = f"minitron's {fmt.family} has {' or '.join(map(repr, allowed))}"
@@ -365,12 +362,6 @@ def _headers(path: Path) -> dict[str, Place]:
 
 
 def _json(path: Path) -> dict:
-    fix = "name the folder of a model"
-    with (
-        errors_as(CheckpointError, lambda e: f"{path} cannot be read ({e.strerror}); {fix}", OSError),
-        errors_as(CheckpointError, lambda error: f"{path} is not JSON ({error}); copy it again", ValueError),
-    ):
-        content = read_json(path)
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds no JSON object; copy it again")
-    return content
+    why = lambda e: f"{path} is no JSON object that can be read ({e}); name the folder of a model, or copy it again"
+    with errors_as(CheckpointError, why, OSError, ValueError, TypeError):
+        return dict(read_json(path))
