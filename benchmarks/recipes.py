@@ -57,6 +57,8 @@ FP16 = (), ("precision.dtype=bf16", "precision.fp8=delayed")
 GRADIENTS, WEIGHTS = "optimizer.grad_dtype=bf16", "precision.fp8_params=true"
 DROPOUT = "model.hidden_dropout=0.1", "model.attention_dropout=0.1"
 PUBLISHED_405B = GRADIENTS, "parallel.pp=8", "parallel.vp=8"
+BEST_70B = GRADIENTS, WEIGHTS, "parallel.pp=8", "parallel.cp=1"
+MLPERF = GRADIENTS, WEIGHTS, "parallel.vp=6", "train.micro_batch_size=2", "train.global_batch_size=2048"
 DATA_PARALLEL = "parallel.pp=1", "parallel.vp=1", "parallel.layers_per_stage=null"
 # recipe, GPUs, network, keys of each number format. First those that match the published jobs, all of which kept
 # gradients in bf16; then recipes as they are.
@@ -66,6 +68,8 @@ RECIPES = (
     ("llama31_70b", 64, "ndr400", both(GRADIENTS)),
     ("llama31_405b", 512, "ndr400", (PUBLISHED_405B, ("precision.fp8=delayed", WEIGHTS, *PUBLISHED_405B))),
     ("llama3_8b", 8, "ndr400", both(GRADIENTS)),
+    ("llama31_70b", 64, "ndr400", (("precision.fp8=delayed", *BEST_70B),)),
+    ("gpt3_175b", 256, "ndr400", (("precision.fp8=delayed", *MLPERF),)),
     ("llama3_8b_sft", 8, "ndr400", both(GRADIENTS, *DATA_PARALLEL)),
     ("llama3_8b_lora", 8, "ndr400", BOTH),
     ("gpt3_175b_gke", 256, "a3-mega", (("precision.fp8=none", GRADIENTS), (GRADIENTS,))),
