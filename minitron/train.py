@@ -60,9 +60,9 @@ from minitron.runtime.stragglers import Stragglers
 class Trainer:
     """The parts of a run on this rank.
 
-    runner: launches or replays the passes of a step. rerun: checks each step, if train.rerun is on. numerics: logs what
-    the numbers of some steps are doing, with log.numerics_every. base_fingerprint: of the frozen weights beside
-    adapters. eager_reason: why no step can be recorded; None if steps are recorded, or if train.cuda_graph is off.
+    runner: launches or replays the passes of a step. rerun: checks each step, if train.rerun is on. numerics: logs
+    norms, zeros and FP8 losses of some steps, if log.numerics_every is set. base_fingerprint: of the frozen weights
+    beside adapters. eager_reason: why no step can be recorded; None if steps are recorded or train.cuda_graph is off.
     """
 
     cfg: Config
@@ -85,11 +85,12 @@ class Trainer:
 
         The host reads no result of this step here, except with train.rerun.
         """
-        loss_sum, skip = (self.numerics or self.rerun or self.runner).forward_backward(batches)  # sums over tokens
-        self.fp8.update_scales()  # else its all-reduces would wait behind the optimizer's all-gathers
+        # Numerics, if there is one, wraps Rerun or the runner, and Rerun wraps the runner. Losses are sums over tokens.
+        loss_sum, skip = (self.numerics or self.rerun or self.runner).forward_backward(batches)
+        self.fp8.update_scales()  # before the update, because its all-reduces would wait behind the all-gathers
         scale = self.scaler.backward_scale(len(batches))
         stats = self.optimizer.step(lr, *local_totals(self.mesh, loss_sum, batches), scale, skip)
-        self.scaler.update(stats.skipped * (not skip))  # a step that rerun skips is no overflow
+        self.scaler.update(stats.skipped * (not skip))  # a step that Rerun skips did not overflow
         self.mesh.activity.ended()
         return stats
 
@@ -193,7 +194,7 @@ def train(
     startup: Startup,
     exporter: Exporter | None = None,
 ) -> float:
-    """Run the steps after those of `start`, to the last or until `stop`.
+    """Run the steps after those of `start` until the last one, or until `stop` ends the run.
 
     startup: times the first step. exporter: makes folders of another format beside saves, on rank 0. Returns the
     seconds that the end waited for a save.
@@ -226,7 +227,7 @@ def train(
         scale = trainer.scaler.scale.double().reshape(1)
         stats = trainer.step(batches, lr)
         done = StepDone(step, consumed_of(skipped, trained), lr, batches, torch.cat([stats.values, scale]))
-        trainer.executor.wait_last_forward()  # a signal until now makes this step the last one
+        trainer.executor.wait_last_forward()  # a signal that came before this line stops the run after this step
         for observer in observers:
             observer.after(done)
         if stop.agreed:
@@ -239,9 +240,9 @@ def train(
 
 
 def keep_collector_out() -> None:
-    """Hide the objects made so far from Python's garbage collector: its pause on one rank stops all of them.
+    """Hide the objects made so far from Python's garbage collector. A pause of one rank's collector stops all ranks.
 
-    Reference counts free what a step makes. The few cycles that remain are young and quickly found.
+    Reference counts free what a step makes. The collector finds the few cycles that remain quickly.
     """
     gc.collect()
     gc.freeze()

@@ -67,7 +67,7 @@ class Activity:
         self.action, self.since = action, monotonic()
 
     def ended(self) -> None:
-        """Note that the host has launched the whole action, which a GPU may not have begun."""
+        """Note that the host has launched the whole action. A GPU may not have begun it."""
         if self.progress is not None:
             self.progress.ended(self.action)
 

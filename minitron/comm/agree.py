@@ -1,15 +1,15 @@
-"""Let all ranks agree on what only the host of each one can find out.
+"""Let all ranks agree on facts that each process learns by itself, such as a disk error.
 
-Problem: whether a disk failed, which checkpoint is whole, what a save wrote: each rank finds out for itself, and all
-must act alike. A group of the whole world would cost each host thread a connection to every other rank. The idea: a
+Problem: each rank learns by itself whether a disk failed, which checkpoint is whole, or what a save wrote. All ranks
+must then do the same. One group of the whole world would need a connection from each rank to every other. The idea: a
 tree of small gloo groups. Neighbours agree first, then the first ranks of these groups, and so on up to rank 0.
 
     level 0    0 1 2 3 4 5 6 7    8 9 ... 15    ...    56 ... 63       8 groups of 8 ranks
     level 1    0                  8             ...    56              1 group of their first ranks
 
 Values go up the tree, rank 0 applies a rule, the answer goes down. Each rank has at most FAN_OUT - 1 connections a
-level. Values travel as JSON: a stranger who joins cannot make a rank run code. What is sent is text, numbers, lists and
-dictionaries; tuples arrive as lists. Two threads of a rank must not agree at the same time.
+level. Values travel as JSON, so a foreign process that joins cannot make a rank run code. Values are text, numbers,
+lists and dictionaries; tuples arrive as lists. Two threads of a rank must not agree at the same time.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Agreement:
     def create(rank: int, size: int, timeout: timedelta | None) -> Agreement:
         """Make this rank's groups of the tree, over the store of the default process group.
 
-        timeout: making a group fails after it; None: torch's own. In torch's fake world a rank is alone.
+        timeout: making a group fails after it; None: torch's own. In torch's fake world there are no groups.
         """
         if "fake" in dist.get_backend():
             return Agreement()
@@ -94,7 +94,7 @@ class Agreement:
         outcomes, answer = [outcome(own)], b""
         for level in self.levels:
             outcomes = list(chain.from_iterable(map(json.loads, _to_first(level, json.dumps(outcomes).encode()))))
-        if outcomes:  # on rank 0, of all ranks
+        if outcomes:  # only rank 0 has them, those of all ranks
             failed = next((x for x in outcomes if "error" in x), None)
             answer = json.dumps(failed or outcome(lambda: rule([x["value"] for x in outcomes]))).encode()
         for level in reversed(self.levels):

@@ -15,11 +15,12 @@ Along an axis of P ranks the pairs are
     all_gather      concatenate along a dim       reduce-scatter
     reduce_scatter  sum, keep this rank's slice   all-gather
     split           keep this rank's slice        all-gather
-    all_to_all      trade slices                  trade them back
+    all_to_all      exchange slices               exchange them back
 
-Along an axis of size 1 each of them is the identity and launches nothing. The functions that end in `_`, `_into` or
-`_start` are the plain operations underneath, for code with a hand-written backward. They return a `Handle`
-(handle.py). Ranks wait for each other in `_start` and `_wait_for` only, which note it in the rank's `Activity`.
+Along an axis of size 1 each of them is the identity and launches nothing. The functions that end in `_`, `_into`,
+`_start` or `_along` are the plain operations underneath, for code with a hand-written backward. Those that can run
+beside a product return a `Handle` (handle.py). In this file ranks wait for each other in `_start` and `_wait_for`
+only, which write the wait to the rank's `Activity`.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def all_to_all_into(out: Tensor, x: Tensor, axis: Axis) -> None:
 
 
 def gather_json(value: Any, axis: Axis, device: torch.device) -> list[Any]:
-    """Return the values of all ranks of an axis, in order. They travel as JSON: no rank runs what it receives."""
+    """Return the values of all ranks of an axis, in order. They travel as JSON, so no rank runs received code."""
     data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
     sizes = gather_along(torch.tensor([len(data)], device=device), axis)
     padded = data.new_zeros(int(sizes.max()))
@@ -211,17 +212,17 @@ def _sum(x: Tensor, axis: Axis) -> Tensor:
 
 
 def copy(x: Tensor, axis: Axis) -> Tensor:
-    """Return x, for each rank of `axis` to do its part of the work with. Adjoint: all-reduce."""
+    """Return x, which each rank of `axis` uses for its part of the work. Adjoint: the all-reduce of their gradients."""
     return _over(x, axis, _same, lambda dy: _sum(dy, axis))
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
-    """Sum x over `axis`, for every rank. Adjoint: copy."""
+    """Sum x over `axis`, on every rank. Adjoint: copy."""
     return _over(x, axis, lambda x: _sum(x, axis), _same)
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """Concatenate the ranks' x along `dim`, for each rank to do its part with. Adjoint: reduce_scatter."""
+    """Concatenate the ranks' x along `dim`, on every rank. Adjoint: reduce_scatter."""
     return _over(x, axis, lambda x: gather_along(x, axis, dim), lambda dy: reduce_scatter_along(dy, axis, dim))
 
 

@@ -1,7 +1,7 @@
 """Results that are under way, and moments in the device's work.
 
 Problem: a collective or a copy is faster beside a product than before it, so its caller gets no result yet. The idea:
-all of them return a `Handle`. Its `wait()` orders later work after the operation and returns the result:
+all of them return a `Handle`. Its `wait()` makes later work wait for the operation, and returns the result:
 
     handle = all_gather_into(out, x, axis, wait=False)     launched
     y = a @ b                                              runs beside it
@@ -44,7 +44,7 @@ class Handle(Generic[T]):
     def wait(self) -> T:
         """Wait for the result and return it. A second call returns it at once, on every stream.
 
-        It must not wait again: a second wait for a gloo work would take the next message for its own.
+        It waits only once: a second wait for the same gloo request would consume the next message.
         """
         for wait in self.waits:
             wait()

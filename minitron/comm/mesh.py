@@ -12,10 +12,11 @@ collective over it is the identity, so the model needs no `if tp > 1`.
         pp 1: cp 0: ranks 4 5
               cp 1: ranks 6 7
 
-More axes serve one purpose each. Gradients are summed over `dp_cp`, and optimizer state is sharded over it. It has two
-levels if gradients travel in bf16 between nodes (optim/slices.py): `local` has its ranks of one node, `across` those of
-equal place in their nodes. Otherwise `local` is all of dp_cp, and `across` one rank. The two ranks of `embedding`, the
-first and the last of a pipeline, hold the two copies of a tied weight. Statistics of a step are summed over `world`.
+More axes serve one purpose each. Gradients are summed over `dp_cp`, and optimizer state is sharded over it. dp_cp has
+two levels if gradients travel in bf16 between nodes (optim/slices.py). `local` has the dp_cp ranks of this node.
+`across` has the ranks with the same position in every node. Otherwise `local` is all of dp_cp, and `across` one rank.
+The two ranks of `embedding`, the first and the last of a pipeline, hold the two copies of a tied weight. Statistics of
+a step are summed over `world`.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Mesh:
     embedding: Axis
     world: Axis
     agreement: Agreement
-    uneven: bool  # dp_cp has no levels, since its nodes have different numbers of its ranks, or are not known
+    uneven: bool  # nodes have different or unknown numbers of dp_cp ranks, so dp_cp has one level
 
     @property
     def activity(self) -> Activity:
@@ -94,8 +95,9 @@ class Mesh:
         """Make the mesh of the initialised default process group; dp is its world divided by tp, pp and cp.
 
         tied: the model ties its embeddings and so needs the embedding axis. timeout: a collective of any axis fails
-        after it; None: torch's own. stopwatch: times this rank's own work. node_ranks: ranks of this rank's node, which
-        follow each other, for the levels of dp_cp. 0: it is not known. None: dp_cp has one level. Collective.
+        after it; None: torch's own. stopwatch: times this rank's own work. node_ranks: the number of ranks on this
+        node, whose numbers are consecutive; 0 if it is unknown. It makes the levels of dp_cp; None: make one level.
+        Collective.
         """
         device = torch.device(device)
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -142,9 +144,9 @@ def _shape(world: int, tp: int, pp: int, cp: int) -> tuple[int, int, int, int]:
 
 
 def _data_ranks_of_a_node(shape: tuple[int, int, int, int], node_ranks: list[int]) -> int | None:
-    """Count the ranks of dp_cp that a node has: 0 if nodes differ or are not known, None if one node has them all.
+    """Return how many dp_cp ranks a node has: 0 if nodes differ or are unknown, None if one node has all of dp_cp.
 
-    node_ranks: see `Mesh.create`, of each rank.
+    node_ranks: the number that each rank passed to `Mesh.create`.
     """
     _, dp, cp, tp = shape
     stage, (node, *others) = dp * cp * tp, set(node_ranks)

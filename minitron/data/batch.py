@@ -16,8 +16,8 @@ class Batch:
     """One microbatch as this rank sees it: its part of the sequence of every sample, on its device.
 
     `order`: the places of the s/cp tokens in the full sequence. `positions` count from the start of each document
-    when documents are kept apart, else they equal `order`. `documents`: where those begin, over the whole sequence.
-    In a batch of a Loader all tensors are views of `packed`, so that one copy moves them all.
+    when documents are kept apart, else they equal `order`. `documents`: where the documents begin and end in the whole
+    sequence. In a batch of a Loader all tensors are views of `packed`, so that one copy moves them all.
     """
 
     tokens: Tensor  # [s/cp, b]
@@ -30,7 +30,7 @@ class Batch:
     step: Tensor | int = 0  # 0-d int64, for dropout
     documents: Documents | None = None
     squared_lengths: float = 0.0  # summed over documents, where they are kept apart, without padding
-    padding: int = 0  # how many positions, at the ends of samples, only fill them and are no work
+    padding: int = 0  # positions that only fill the ends of samples, which are not counted as work
     packed: Tensor | None = None  # int64
 
     def pack(self, pinned: bool) -> Batch:
@@ -60,7 +60,7 @@ class Batch:
     def _with(self, packed: Tensor) -> Batch:
         """Return this batch with views of `packed` as its tensors.
 
-        In few operations: the host makes them between two steps.
+        It uses few operations, because the host runs them between two steps.
         """
         views = self._tensors()
         parts = packed.split([-(-x.nbytes // 8) for x in views.values()])

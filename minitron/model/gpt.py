@@ -43,12 +43,12 @@ from minitron.runtime.room import room_for
 
 @dataclass
 class Microbatch:
-    """What every block of a chunk needs of a batch, computed once."""
+    """What every block of a chunk reads, computed once per batch."""
 
     rope: tuple[Tensor, Tensor] | None  # cos, sin: [s/cp, b, 1, d/2]
     documents: Documents | None
     counters: Tensor | None  # dropout counters [s/cp, b]
-    local_counters: Tensor | None  # of the rows this rank has between blocks: [s/cp/tp, b]
+    local_counters: Tensor | None  # counters of this rank's rows between blocks: [s/cp/tp, b]
 
 
 class Attention(nn.Module):
@@ -85,7 +85,7 @@ class Attention(nn.Module):
 
     @property
     def input_format(self) -> Gemm | None:
-        """The number format in which x is read, so that x may be its cast alone; None: x is wanted as it is."""
+        """The number format in which x is read: the norm may then pass only x's FP8 cast. None: pass x itself."""
         return self.qkv.format
 
 
@@ -120,8 +120,8 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)): the residual stream x is [s/cp/tp, b, h].
 
-    The norm that reads a sum next computes it, with the bias that attention and MLP leave out (`Residual` in
-    layers.py).
+    The norm after each sum computes it inside its own kernel, with the bias that attention and MLP do not add
+    (`Residual` in layers.py).
     """
 
     def __init__(self, cfg: Config, mesh: Mesh, context: LayerContext, layer: int, fp8_state: Fp8State):
@@ -176,7 +176,7 @@ class Embedding(nn.Module):
             context, rows = self.context, batch.positions
             if context.sequence_parallel:
                 rows = slice_along(rows, context.axis)
-            # Without sequence parallelism all tp ranks compute this gradient, so each must sum in the same order.
+            # Without sequence parallelism all tp ranks compute this gradient. Equal results need one order of addition.
             same_on_all = context.axis.size > 1 and not context.sequence_parallel
             x = x + lookup(rows, self.positions, 0, context.kernels.ops, in_order=same_on_all)
         if not self.training:
@@ -187,7 +187,7 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     """Final norm, vocabulary projection and loss: stream [s/cp/tp, b, h] -> logits [s/cp, b, v/tp] -> loss sum.
 
-    The vocabulary is padded. Of this rank's columns the first `num_ids`, maybe none, are token ids.
+    The vocabulary is padded: only the first `num_ids` of this rank's columns are token ids. num_ids may be 0.
     """
 
     def __init__(self, cfg: Config, context: LayerContext, tied: Param | None, gemm: Gemm):

@@ -23,7 +23,7 @@ from minitron.parallel.layer_context import LayerContext
 
 
 class Residual(NamedTuple):
-    """The residual stream x + delta + bias, as a pending sum: the next norm computes it in its own pass."""
+    """The residual stream x + delta + bias, as a pending sum: the next norm computes it inside its own kernel."""
 
     x: Tensor  # [..., h]
     delta: Tensor | None = None  # [..., h]
@@ -102,7 +102,7 @@ class Norm(nn.Module):
 def norm_heads(qkv: Tensor, sizes: tuple[int, int, int], q_norm: Norm, k_norm: Norm) -> Tensor:
     """Norm each head of q and k over its channels: qkv [s, b, n + 2g, d], sizes (n, g, g) -> a new tensor of its shape.
 
-    The backward needs q and k as they were. They are copied, so that qkv can be freed.
+    The backward needs the original q and k. They are copied, so that qkv can be freed.
     """
     *parts, v = qkv.split(sizes, 2)
     pairs = zip(parts, (q_norm, k_norm))
@@ -113,8 +113,8 @@ def norm_heads(qkv: Tensor, sizes: tuple[int, int, int], q_norm: Norm, k_norm: N
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
     """Compute the angle per position of each pair of channels: [d/2], float32 (Su et al. 2021).
 
-    scaling: of Llama 3.1. It stretches wavelengths longer than the old context by `factor`, keeps much shorter ones,
-    and blends those between.
+    scaling: the rule of Llama 3.1. It stretches wavelengths longer than the old context by `factor`, keeps much shorter
+    ones, and blends the wavelengths between.
     """
     frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if scaling is None:

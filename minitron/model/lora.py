@@ -16,7 +16,7 @@ u = x A^T, r numbers a token, by the layer's own f and g (comm/collectives.py), 
 
 A whole factor's gradient is summed over tp, like a norm's (optim/buckets.py). A fused weight has one adapter for all
 its outputs (`qkv`), or several for parts of them (`q`, `v`). These read x in one product, with their A stacked, and
-each adds to its own rows of y.
+each adds to its own columns of y.
 
     blocks.0.attention.qkv.adapter.a [2 r, h], .b.q [n d, r], .b.v [g d, r]     for targets q and v
 
@@ -85,7 +85,7 @@ class Adapter(nn.Module):
         for target, span in spans.items():  # one by one: ParameterDict sorts the keys of a dict
             self.b[target] = context.parameter((span.size, rank), Shard(0, axis, span.chunks) if by_rows else None)
         split = axis.size if by_rows else 1
-        # of each target's B on this rank: (the rows of y that it adds to, the columns of u that it reads)
+        # For each target's B on this rank: (the columns of y that it adds to, the columns of u that it reads)
         self.places = [
             (slice(span.start // split, (span.start + span.size) // split), slice(i * rank, (i + 1) * rank))
             for i, span in enumerate(spans.values())
@@ -113,7 +113,7 @@ class Adapter(nn.Module):
         return gather_start(u, comm.gather_axis) if self.op.by_columns == forward else comm.start_scatter(u)
 
     def drop(self, x: Tensor, counters: Tensor | None) -> Tensor:
-        """Drop elements of x as the adapter reads it: the same in forward and backward. Its own adjoint."""
+        """Apply the adapter's dropout to x, with one mask in forward and backward. It is its own adjoint."""
         if counters is None or not self.dropout:
             return x
         return drop_by_name(x, self.dropout, counters, self.place, self.ops.drop_elements, self.first_channel)

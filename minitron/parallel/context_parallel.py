@@ -6,12 +6,12 @@ query i needs the keys 0 ... i, and other ranks hold most of them. There are thr
     ring       keys and values travel around the ring of ranks, while each rank attends to those that it holds. In the
                backward pass their gradients travel with them (Liu et al. 2023, Ring Attention).
     allgather  keys and values are gathered first, and their gradients reduce-scattered (Llama 3, section 3.3.2).
-    ulysses    an all-to-all exchanges a slice of the sequence with all heads for the whole sequence with a slice of
-               the heads; another one exchanges the result back (Jacobs et al. 2023, DeepSpeed Ulysses).
+    ulysses    an all-to-all gives each rank the whole sequence of some heads: [s/cp, n] -> [s, n/cp]. Another one
+               exchanges the result back (Jacobs et al. 2023, DeepSpeed Ulysses).
 
-In ring and allgather a rank attends to the keys tile by tile (parallel/tiles.py). It merges the out and lse of tiles as
-`minitron.kernels.attention` explains, and adds their gradients, both in float32. Left out: overlapping the all-to-all
-with compute, and the documents of a ring step in one call.
+In ring and allgather a rank attends to the keys tile by tile (parallel/tiles.py). Each tile gives `out` and `lse`, the
+logarithm of its sum of exponentials. They are merged as kernels/attention.py explains; gradients are added. Both are
+in float32. Left out: overlapping the all-to-all with compute, and the documents of a ring step in one call.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class ContextAttention:
     ) -> Tensor:
         """Compute softmax(q k^T / sqrt(d)) v: q [s/cp, b, n, d]; k, v [s/cp, b, g, d] -> out, shaped like q.
 
-        documents: of all samples over the whole sequence, the same on every rank. Queries attend to keys of their own
-        document. dropout: of the probabilities, for cp = 1. Communicates along `axis`, also in the backward pass.
+        documents: those of all samples over the whole sequence, the same on every rank. Queries attend only to keys of
+        their document. dropout: of the probabilities; cp must be 1. Communicates along `axis`, also in the backward.
         """
         (s, b, _, d), cp = q.shape, self.axis.size
         assert dropout is None or cp == 1 and self.backend.has_dropout, "attention dropout across ranks"
@@ -113,9 +113,9 @@ class TileAttention:
     options: Options  # of a tile that has all tokens
 
     def first(self, tiles: list[Tile], q: Tensor, k: Tensor, v: Tensor, terms: int) -> tuple[Tensor, Tensor, list[Any]]:
-        """Return out, lse and what the kernels saved, of tiles that cover all queries.
+        """Attend to the first tiles, which cover all queries. Return out, lse and what the kernels saved.
 
-        terms: the number of tiles whose results are summed to a row of out.
+        terms: how many tiles a row of out is merged from, later ones included.
         """
         outs, lses, saved = zip(*(self._forward(tile, q, k, v) for tile in tiles))
         out = _first_term(outs, tiles, "queries", q, terms)
@@ -170,9 +170,9 @@ def _dtype_of_sum(like: Tensor, terms: int) -> torch.dtype:
 
 
 def _first_term(parts: Sequence[Tensor], tiles: list[Tile], side: str, like: Tensor, terms: int) -> Tensor:
-    """Return the first of `terms` terms of a sum [s, b, n, d], shaped like `like`.
+    """Begin a sum [s, b, n, d] of `terms` terms, shaped like `like`: return its first term.
 
-    The part [b, n, s, d] of each tile is written at its positions on a side: "queries" or "keys".
+    Each tile's part [b, n, s, d] is written to the positions of the tile's "queries" or "keys", as `side` names.
     """
     dtype = _dtype_of_sum(like, terms)
     if len(tiles) == 1 and parts[0].shape[2] == like.shape[0]:
@@ -194,10 +194,10 @@ def _add(tiles: list[Tile], grads: Iterable[Grads], dq: Tensor, dk: Tensor, dv: 
 
 
 class TiledAttention(torch.autograd.Function):
-    """Attention in a step per rank of the ring. At step t a rank attends to the keys of rank - t, tile by tile.
+    """Attention in as many steps as the ring has ranks. At step t a rank attends to the keys of rank - t, by tiles.
 
     A step first starts to send its keys on, so that they travel while the kernels run. The tiles of step 0 cover every
-    local query and key once, so step 0 writes the sums to which later steps add. One rank has step 0 only.
+    local query and key once, so step 0 writes the sums to which later steps add. A ring of one rank has only step 0.
     """
 
     @staticmethod
@@ -262,7 +262,8 @@ def _pass_on(tensors: list[Tensor], axis: Axis) -> Handle[list[Tensor]]:
 # ---- all-gather -----------------------------------------------------------------------------------------------------
 
 
-_MANY = 3  # terms of a sum at least: own keys, keys before them, keys between them
+# A sum has at least three terms: a rank's own keys, those before its first piece, those between its two pieces.
+_MANY = 3
 
 
 class GatheredAttention(torch.autograd.Function):
@@ -301,16 +302,16 @@ class GatheredAttention(torch.autograd.Function):
 
 
 def _begin_gather(x: Tensor, axis: Axis) -> Handle[Tensor]:
-    """Begin to gather chunks and to put them in order: 0, 2 cp - 1, 1, 2 cp - 2, ... on the ranks -> 0, 1, 2, ..."""
+    """Begin to gather zigzag pieces. The handle puts them in order: 0, 2 cp - 1, 1, 2 cp - 2, ... -> 0, 1, 2, ..."""
 
     def in_order(gathered: Tensor) -> Tensor:
-        chunks = gathered.chunk(2 * axis.size)
-        return torch.cat(chunks[0::2] + chunks[::-2])
+        pieces = gathered.chunk(2 * axis.size)
+        return torch.cat(pieces[0::2] + pieces[::-2])
 
     return gather_start(x, axis).then(in_order)
 
 
 def _to_rank_order(x: Tensor, axis: Axis) -> Tensor:
     """Undo the order of `_begin_gather`."""
-    chunks = x.chunk(2 * axis.size)
-    return torch.cat([chunk for pair in zip(chunks[: axis.size], reversed(chunks)) for chunk in pair])
+    pieces = x.chunk(2 * axis.size)
+    return torch.cat([piece for pair in zip(pieces[: axis.size], reversed(pieces)) for piece in pair])

@@ -1,11 +1,11 @@
 """The head's product and the loss, for the whole sequence at once or in pieces of it.
 
 Problem: with a vocabulary of 128k the logits of 8,192 tokens take 2 GiB, more than a block keeps, and those of 32,768
-tokens four times as much. The idea: only the loss reads them, and it is a sum over tokens. So a forward that knows the
+tokens four times as much. The idea: only the loss reads them, and it is a sum over tokens. So a forward that gets the
 gradient of the loss (`loss_grad`) can make all gradients of a piece at once, and reuse the piece's memory:
 
     forward     for each piece: gather x; logits; losses; their gradient, in place; dx = dlogits W, scatter dx;
-                dW += dlogits^T x. The next piece is gathered and the last one's dx scattered beside these products
+                dW += dlogits^T x. Beside these products the next piece is gathered, and the previous dx scattered
     backward    return dx
 
 Under sequence parallelism piece c is the c-th part of each rank's slice, so each rank gathers a part of its own slice:
@@ -13,8 +13,8 @@ Under sequence parallelism piece c is the c-th part of each rank's slice, so eac
     2 ranks, pieces of 4 of 8 tokens     rank 0 has 0 1 2 3, rank 1 has 4 5 6 7     pieces 0 1 4 5 and 2 3 6 7
 
 The forwards of a step add dW to main_grad; the first one overwrites it (kernels/param.py). Each backward reports the
-weight. All forwards of a chunk have run before its last backward, whose reports count. A split backward reports it with
-its BackwardInput, and leaves nothing to its BackwardWeight.
+weight's gradient to its bucket. Only the report in a chunk's last backward counts. All forwards of the chunk have run
+by then, so main_grad is complete. Under ZB-H1 the BackwardInput reports it; its BackwardWeight has no head product.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class HeadLoss:
     piece: int | None
 
     def __call__(self, x: Tensor | Quantized, labels: Tensor, mask: Tensor, loss_grad: Tensor | None = None) -> Tensor:
-        """Map x [s/cp/tp, b, h], labels and mask [s/cp, b] to a 0-d float32 tensor. Pieces read a Tensor x.
+        """Map x [s/cp/tp, b, h], labels and mask [s/cp, b] to a 0-d float32 tensor. With `piece`, x must be a Tensor.
 
-        loss_grad: 0-d, the gradient with which the backward of the result will begin; None: 1. Only pieces read it.
+        loss_grad: 0-d, the gradient with which the backward of the result will begin; None: 1. Read only with `piece`.
         """
         if self.piece is None:
             logits = apply_linear(x, self.op)
@@ -99,7 +99,7 @@ class _InPieces(torch.autograd.Function):
                 if need_dw:
                     dws.append(gemm.weight_grad(weight, dy, inputs))
                 del dy
-            del logits, inputs  # the next piece takes their memory
+            del logits, inputs  # the next piece reuses their memory
         scattering.wait()
         ctx.save_for_backward(dx)
         ctx.weight, ctx.dws = weight, dws
@@ -107,7 +107,7 @@ class _InPieces(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        """Return what the forward has made: `dloss` is the loss_grad that it has multiplied by."""
+        """Return the gradients that the forward made. They already contain the factor loss_grad, which equals dloss."""
         (dx,), slot, dws = ctx.saved_tensors, ctx.weight.slot, ctx.dws
         if dws and slot is not None:
             slot.notify()

@@ -20,8 +20,9 @@ from minitron.pipeline.weight_queue import WeightQueue
 
 @dataclass(frozen=True)
 class LayerContext:
-    """comm: communication over the tensor-parallel axis. kernels: of the run. dtype, device: of the parameters.
+    """What the layers of a rank share.
 
+    comm: communication over the tensor-parallel axis. kernels: of the run. dtype, device: of the parameters.
     weight_queue: the queue of weight gradients, if the schedule splits the backward.
     """
 
@@ -55,12 +56,12 @@ class LayerContext:
         """Make this rank's part of a parameter of full `shape`, cut by `shard` (None: replicated over tp).
 
         std: of its normal initialisation; None fills it with `fill`. Matrices decay, vectors do not. The gradient of a
-        replicated parameter is summed over tp if a rank has a part of it:
+        replicated parameter is summed over tp if each rank computes only a part of it. What a rank computes:
 
                                    under sequence parallelism    without
-            (neither)              summed: of its tokens         complete
-            whole_sequence=True    complete                      complete
-            per_head=True          summed: of its heads          summed: of its heads
+            (neither)              its tokens' part: summed      the whole gradient
+            whole_sequence=True    the whole gradient            the whole gradient
+            per_head=True          its heads' part: summed       its heads' part: summed
 
         fp8_scale: see ParamSpec.
         """

@@ -12,15 +12,15 @@ all-reduce. Each is the adjoint of the other (f and g in comm/collectives.py):
 
                     column-parallel                            row-parallel
     forward         quantize x, gather x, y = x W^T + bias     quantize x, y = x W^T, scatter y
-    backward        quantize dy, dx = dy W, scatter dx;        quantize dy, gather dy, dx = dy W,
-                    meanwhile gather x again, dW += dy^T x     dW += dy^T x
+    backward        quantize dy; gather x again beside         quantize dy, gather dy, dx = dy W,
+                    dx = dy W; scatter dx beside dW += dy^T x  dW += dy^T x
     ZB-H1: input    quantize dy, dx = dy W, scatter dx         quantize dy, gather dy, dx = dy W
     ZB-H1: weight   gather x again, dW += dy^T x               gather dy again, dW += dy^T x
 
 A `Gemm` (kernels/gemm.py) has the products of a number format. A `ProcessGroupComm` (overlap.py) runs a product with
-its communication, in one piece or in several. Ranks exchange the quantized matrix, so FP8 also halves the traffic. The
-methods of `ColumnOp` and `RowOp` are the table's cells. The autograd functions of a layer, of the MLP (mlp.py) and of
-adapters (model/lora.py) call them. A split backward queues its weight gradients (pipeline/weight_queue.py).
+its communication, in one piece or in several. Ranks exchange the quantized matrix, so FP8 also halves the traffic. Each
+cell of the table is a method of `ColumnOp` or `RowOp`. The autograd functions of a layer, of the MLP (mlp.py) and of
+adapters (model/lora.py) call these. A split backward queues its weight gradients (pipeline/weight_queue.py).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class LinearOp(ABC):
     """A weight with what its products need, and the passes that autograd functions call.
 
     bias: added by the product of a column-parallel layer; None in a row-parallel one. input_axis, grad_axis: the ranks
-    that gather each other's x or dy. They need one FP8 scale for it. An axis of one rank if nothing is gathered.
+    that gather each other's x or dy, and so cast it with one FP8 scale. If nothing is gathered, an axis of one rank.
     """
 
     weight: Param
@@ -70,14 +70,14 @@ class LinearOp(ABC):
 
     @abstractmethod
     def forward(self, x: Payload) -> Tensor:
-        """Multiply, communication included."""
+        """Multiply and communicate."""
 
     @abstractmethod
     def backward(self, dy: Payload, x: Payload | None, need_dx: bool) -> tuple[Tensor | None, Tensor | None]:
         """Return (dx, dW).
 
-        x: the layer's input; None if the weight is frozen. dW is a tensor only for a weight without a gradient slot:
-        else it is added to main_grad, now or by the weight queue.
+        x: the layer's input; None if the weight is frozen. dW is added to the weight's main_grad, now or by the weight
+        queue, and None is returned. A weight without a gradient slot has no main_grad: then dW is returned.
         """
 
 
@@ -134,7 +134,9 @@ class RowOp(LinearOp):
 
 
 def apply_linear(x: Tensor | Quantized, op: LinearOp, recompute_input: RecomputeInput | None = None) -> Tensor:
-    """Multiply, communication included: [s', b, k] -> [s'', b, n]; s' and s'' as in the two layers below.
+    """Multiply and communicate. Column-parallel: [s/tp, b, k] -> [s, b, n]. Row-parallel: [s, b, k] -> [s/tp, b, n].
+
+    Without sequence parallelism both are [s, b, k] -> [s, b, n].
 
     recompute_input: recomputes x in the backward pass, so that x is not kept (selective recomputation).
     """
@@ -171,7 +173,7 @@ class _Linear(torch.autograd.Function):
         if not (need_dx or need_dw):
             return None, None, None, db, None, None, None
         payload = op.gemm.quantize_grad(dy, op.grad_axis, columnwise=need_dw)
-        del dy  # rows() has copied it if it was not contiguous
+        del dy  # it may be a copy, which rows() makes of a dy that is not contiguous
         dx, dw = op.backward(payload, x, need_dx)
         return None if dx is None else unrows(dx, ctx.batch), None, dw, db, None, None, None
 
@@ -187,7 +189,7 @@ def saved_or_recomputed(saved: Sequence[Tensor], recompute_input: RecomputeInput
 
 
 def parts_of(x: Tensor | Quantized) -> tuple[Tensor, Payload | None]:
-    """Return (input, its cast or None). The input has no values if only its cast exists."""
+    """Return (input, its cast or None). A `Quantized` input has a shape and a dtype, but no values."""
     return x if isinstance(x, Quantized) else (x, None)
 
 
@@ -215,7 +217,7 @@ class ParallelLinear(nn.Module):
     def forward(
         self, x: Tensor | Quantized, recompute_input: RecomputeInput | None = None, counters: Tensor | None = None
     ) -> Tensor:
-        """Multiply. recompute_input: as in `apply_linear`. counters: of the rows of x, for an adapter's dropout."""
+        """Multiply. recompute_input: see `apply_linear`. counters: an adapter's dropout counters, one per row of x."""
         if self.adapter is not None:
             return self.adapter(x, recompute_input, counters)
         return apply_linear(x, self.op, recompute_input)
@@ -245,8 +247,8 @@ class ColumnParallelLinear(ParallelLinear):
 class RowParallelLinear(ParallelLinear):
     """y = x W^T, split by input features: x [s, b, in/tp] -> [s/tp, b, h].
 
-    Without sequence parallelism y is [s, b, h]. The product has no bias: `Block` passes it to the next norm, which adds
-    it to the residual stream and makes its gradient (`_AddNorm` in model/layers.py).
+    Without sequence parallelism y is [s, b, h]. The layer has a bias but does not add it. `Block` passes the bias to
+    the next norm, which adds it to the residual stream and computes its gradient (`_AddNorm` in model/layers.py).
     """
 
     def __init__(

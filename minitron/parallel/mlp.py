@@ -45,7 +45,7 @@ class _MLP(torch.autograd.Function):
         training: bool,
     ) -> Tensor:
         keep, (_, _, need_up, _, need_down, *_) = training and recompute_input is None, ctx.needs_input_grad
-        keep_x, keep_act = keep and need_up, keep and need_down  # else recomputed, or not needed
+        keep_x, keep_act = keep and need_up, keep and need_down  # what is not kept is recomputed, or not needed
         if cast is None:
             cast = up.gemm.quantize(rows(x), up.input_axis, columnwise=keep_x, update_history=training)
         inner = up.forward(cast)

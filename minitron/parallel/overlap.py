@@ -1,12 +1,12 @@
 """Matrix products and tensor-parallel communication: one after the other, or at the same time.
 
 Problem: under sequence parallelism a linear layer gathers its input, or scatters its output. The GPU's matrix units are
-idle meanwhile, which can be a fifth of a step. A collective could run beside a product, but it needs
-SMs, which a product does not release before its end. The idea: cut the product by rows, and move one piece while
-another is computed. Over NVLink ranks read each other's memory with copy engines (comm/shared_memory.py), without SMs:
+idle meanwhile. A collective could run beside a product, but it needs SMs, which a product does not release before its
+end. The idea: cut the product by rows, and move one piece while another is computed. Over NVLink ranks read each
+other's memory with copy engines (comm/shared_memory.py), without SMs:
 
     gather, then product, 4 ranks                     product, then reduce-scatter, on rank 0
-    rank 0's GEMM   [x0 W][x1 W][x2 and x3 W]         GEMM    [for ranks 2 and 3][for 1][own]
+    rank 0's GEMM   [x0 W][x1 W][ x2 W, x3 W ]        GEMM    [for ranks 2 and 3][for 1][own]
     copies          [ x1 ][ x2 ][ x3 ]                copies                     [from 2][from 3][from 1]  then a sum
 
 The rank's own piece needs no copy, so it is first in a gather and last in a scatter. The other pieces have the rows of
@@ -36,11 +36,12 @@ T = TypeVar("T")
 
 
 class ProcessGroupComm:
-    """Products with f and g (comm/collectives.py) by the process group: any device, any number of nodes, or one rank.
+    """Products with their communication by the process group: any device, any number of nodes, or one rank.
 
-    Under sequence parallelism f is an all-gather and g a reduce-scatter. Otherwise f does nothing, and g is an
-    all-reduce. overlap: collectives run beside the product that is independent of them. gather_axis: the ranks whose
-    inputs f gathers. nbytes: of symmetric memory. name: for the log.
+    f is the communication before a column-parallel product: an all-gather under sequence parallelism, else nothing. g
+    follows a row-parallel product: a reduce-scatter, or else an all-reduce. overlap: collectives run beside the product
+    that is independent of them. gather_axis: the ranks whose inputs f gathers. nbytes: of symmetric memory. name: for
+    the log.
     """
 
     nbytes = 0
@@ -54,7 +55,7 @@ class ProcessGroupComm:
         """Prepare a pass. The process group has no state to reset."""
 
     def reset(self) -> None:
-        """Drop the state of an unfinished graph capture: ranks may have come to different places in it."""
+        """Drop the state of an unfinished recording. Ranks may have stopped at different places in it."""
 
     def gather_matmul(self, x: Payload, product: Product, n: int, keep: bool = False) -> tuple[Tensor, Payload | None]:
         """Return product(f(x)), and f(x) if `keep`, else None.
@@ -69,45 +70,45 @@ class ProcessGroupComm:
         return self.start_scatter(product(x)).wait()
 
     def start_gather(self, x: Payload) -> Handle[Payload]:
-        """Begin f."""
+        """Start f of x."""
         if self.gather_axis.size == 1:
             return Handle(x)
         parts = [gather_start(part, self.axis) for part in x.parts()]
-        return self._started(Handle(parts, finish=lambda parts: x.of([part.wait() for part in parts])))
+        return self._wait_unless_overlapped(Handle(parts, finish=lambda parts: x.of([part.wait() for part in parts])))
 
     def start_matmul_scatter(self, x: Payload, product: Product, n: int) -> Handle[Tensor]:
-        """Launch the product and begin g."""
+        """Launch the product and start g of it."""
         return self.start_scatter(product(x))
 
     def start_scatter(self, y: Tensor) -> Handle[Tensor]:
-        """Begin g of y, which may become the result."""
+        """Start g of y. It may overwrite y with the result."""
         if self.sequence_parallel:
-            return self._started(reduce_scatter_start(y, self.axis))
-        return self._started(all_reduce_(y, self.axis, wait=False))
+            return self._wait_unless_overlapped(reduce_scatter_start(y, self.axis))
+        return self._wait_unless_overlapped(all_reduce_(y, self.axis, wait=False))
 
-    def _started(self, handle: Handle[T]) -> Handle[T]:
+    def _wait_unless_overlapped(self, handle: Handle[T]) -> Handle[T]:
         if not self.overlap:
             handle.wait()
         return handle
 
 
 class SymmetricMemoryComm(ProcessGroupComm):
-    """Sequence parallelism by copies between the GPUs of one node. All methods are collective over the axis.
+    """Sequence parallelism by copies between the GPUs of one node. All ranks of the axis must call each method.
 
     Two streams run beside the current one. `second_stream` runs every second piece of a product, so that the end of one
     piece and the beginning of the next share the GPU. `copy_stream` runs the copies.
 
-    A rank writes to symmetric memory; then all ranks pass a barrier. A barrier is a kernel, which a product that fills
-    the GPU would delay to the product's end. So `copy_stream` has priority: it gets the first SM that becomes free.
-    Only copies wait for barriers, so a rank that is ahead can run the products whose operands it has.
+    A rank writes to symmetric memory; then all ranks pass a barrier. A barrier is a kernel. Behind a product that fills
+    the GPU it would start only when the product ends. So `copy_stream` has priority: it gets the first SM that becomes
+    free. Only copies wait for barriers, so a rank that is ahead can run the products whose operands it has.
 
     Gathers use two buffers A and B in turn, and so do scatters. One barrier for each use is enough:
 
         write A, barrier, read A      write B, barrier, read B      write A, ...
                                                |  all ranks are here, so all have read A: it may be written
 
-    A layer's products take the GPU some milliseconds, in which the host must launch all of this. So events and views
-    are made once, and the stream changes rarely. dtype: that of a product's result.
+    The host must launch all of this while the GPU runs the layer's products. So events and views are made once, and
+    the stream changes rarely. dtype: that of a product's result.
     """
 
     def __init__(self, axis: Axis, device: torch.device, dtype: torch.dtype, sum_parts: Callable[[Tensor], Tensor]):
@@ -121,12 +122,13 @@ class SymmetricMemoryComm(ProcessGroupComm):
         self._copied = {use: torch.cuda.Event() for use in ("gather", "scatter")}
         self._buffers: dict[str, list[SymmetricBuffer]] = {}
         self._pending: set[str] = set()
-        self._turns: dict[str, int] = {}  # the index of the buffer that was used last
+        self._turns: dict[str, int] = {}  # the index of the most recently used buffer
 
     def begin_pass(self) -> None:
         """Begin with buffer A, as every replay of a recorded pass does.
 
-        If the last pass ended with A, other ranks may still read it. A barrier on any buffer waits for them.
+        If the previous pass ended with A, other ranks may still read A. A barrier waits until they have finished; any
+        buffer's barrier does.
         """
         if 0 in self._turns.values():
             self._buffers[next(iter(self._buffers))][0].barrier()
@@ -141,7 +143,7 @@ class SymmetricMemoryComm(ProcessGroupComm):
         y = x.rowwise.new_empty(self.axis.size * m, n, dtype=self.dtype)
         self.axis.activity.pause()
         parts, whole, memory = self._begin_gather(x)
-        main, operands = self._main(), [parts]  # the own piece is first: it needs no copy
+        main, operands = self._main(), [parts]  # this rank's own piece is first: it needs no copy
         self._after(self.second_stream, main)
         with OnStream(self.copy_stream, main):
             self._publish(memory, parts)
@@ -166,7 +168,7 @@ class SymmetricMemoryComm(ProcessGroupComm):
         self.axis.activity.pause()
         computed, received, memory = self._begin_scatter(x.rowwise, n)
         self._after(self.second_stream, main)
-        for i, piece in enumerate(reversed(self._pieces)):  # the own piece is last: no rank waits for it
+        for i, piece in enumerate(reversed(self._pieces)):  # this rank's own piece is last: no other rank waits for it
             stream, own = (main, self.second_stream)[i % 2], i + 1 == len(self._pieces)
             with OnStream(stream, main):
                 rows = piece.rows(m)
@@ -258,7 +260,7 @@ class SymmetricMemoryComm(ProcessGroupComm):
 
     def _memory(self, use: str, need: int) -> SymmetricBuffer:
         """Return the buffer whose turn it is, of `need` bytes or more. It grows in a run's first microbatches only."""
-        assert use not in self._pending, f"a {use} begins before the last one has ended"
+        assert use not in self._pending, f"a {use} begins before the previous one has ended"
         buffers = self._buffers.setdefault(use, [])
         if not buffers or buffers[0].nbytes < need:
             self.axis.activity.enter("rendezvous", self.axis, need)
@@ -272,13 +274,13 @@ class SymmetricMemoryComm(ProcessGroupComm):
 
 
 class _Piece(NamedTuple):
-    """Ranks in a row, from `first` on. ranks: all of them, in the order in which this rank reads from them."""
+    """Consecutive ranks from `first` on. ranks: their list, in the order in which this rank reads from them."""
 
     first: int
     ranks: list[int]
 
     def rows(self, m: int) -> slice:
-        """Return the rows of these ranks, m each."""
+        """Return the rows of these ranks in a tensor that has m rows of each rank."""
         return slice(self.first * m, (self.first + len(self.ranks)) * m)
 
 
@@ -286,7 +288,7 @@ def _pieces(size: int, rank: int) -> list[_Piece]:
     """Group the ranks by the product that has their rows. Rank 5 of 8: [5], [4], [7, 6], [1, 0, 3, 2].
 
     If rank a is in the i-th piece of rank b, then b is in the i-th piece of a. So each computes the other's rows before
-    the same barrier. At any time all ranks read from different ones.
+    the same barrier. No two ranks read from the same rank at the same time.
     """
     blocks = [range(1)] + [range(2**i, 2 ** (i + 1)) for i in range(size.bit_length() - 1)]
     return [_Piece(rank // len(block) * len(block) ^ block.start, [rank ^ i for i in block]) for block in blocks]
@@ -299,5 +301,5 @@ def _places(memory: SymmetricBuffer, rank: int, parts: list[Tensor]) -> list[Ten
 
 
 def _aligned_bytes(part: Tensor) -> int:
-    """Return the bytes of a part in a buffer, rounded up to where the next may start."""
+    """Return the bytes of a part, rounded up to a place in the buffer where the next part may start."""
     return -(-part.nbytes // 256) * 256

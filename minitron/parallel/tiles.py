@@ -1,10 +1,10 @@
 """Positions, documents and attention tiles of a context-parallel rank: host code without kernels.
 
 Problem: if each rank held one slice of the sequence, the first rank's queries would attend to few keys and the last
-rank's to nearly all. The idea: cut the sequence into 2 cp chunks. Rank r holds chunks r and 2 cp - 1 - r, one after
+rank's to nearly all. The idea: cut the sequence into 2 cp pieces. Rank r holds pieces r and 2 cp - 1 - r, one after
 another (its local order), so all ranks have equal work. This is the zigzag order of the styles ring and allgather.
 
-    cp = 2: rank 0 holds chunks 0 and 3, rank 1 holds 1 and 2.    % causal, # every pair, . none
+    cp = 2: rank 0 holds pieces 0 and 3, rank 1 holds 1 and 2.    % causal, # every pair, . none
 
                 keys  0 1 2 3        step of the ring         rank 0                     rank 1
       rank 0  query 0 % . . .        0: own keys              0 3 x 0 3, causal          1 2 x 1 2, causal
@@ -34,25 +34,25 @@ def local_positions(seq_len: int, size: int, rank: int, style: str) -> np.ndarra
     Zigzag for ring and allgather, one contiguous slice for ulysses.
     """
     parts = 2 * size if style != "ulysses" and size > 1 else size
-    assert seq_len % parts == 0, f"{seq_len} positions in {parts} equal chunks"
-    chunks = np.arange(seq_len, dtype=np.int64).reshape(parts, -1)
-    return chunks[rank] if parts == size else np.concatenate([chunks[rank], chunks[parts - 1 - rank]])
+    assert seq_len % parts == 0, f"{seq_len} positions in {parts} equal pieces"
+    pieces = np.arange(seq_len, dtype=np.int64).reshape(parts, -1)
+    return pieces[rank] if parts == size else np.concatenate([pieces[rank], pieces[parts - 1 - rank]])
 
 
 # ---- documents ------------------------------------------------------------------------------------------------------
 
-# The boundaries 0 = b_0 < b_1 < ... < b_m = s of each sample's documents. Tuples, because they are keys of caches:
-# all layers of a step use the tiles that were made for the first one.
+# The boundaries 0 = b_0 < b_1 < ... < b_m = s of each sample's documents. They are tuples, because caches use them as
+# keys: all layers of a step use the tiles that were made for the first layer.
 CuSeqlens = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Where the documents of a microbatch begin and end, over the whole sequence: cu_seqlens for host code.
+    """Where the documents of a microbatch begin and end in the whole sequence. cu_seqlens: for host code.
 
-    spans: int32 [2, b, s] for kernels, the begin and the end of each token's document. A kernel that masks by it takes
-    all documents in one call, of one shape for any batch, so a CUDA graph can record it. A recorded step keeps the
-    cu_seqlens of the batch with which it was recorded.
+    spans: int32 [2, b, s] for kernels, the begin and the end of each token's document. A kernel that masks by spans
+    takes all documents in one call. The call has the same shapes for any batch, so a CUDA graph can record it. A
+    recorded step keeps the cu_seqlens of the batch with which it was recorded.
 
         cu_seqlens 0 3 8      begins 0 0 0 3 3 3 3 3      ends 3 3 3 8 8 8 8 8
     """
@@ -106,13 +106,13 @@ def ring_tiles(seq_len: int, size: int, rank: int, source: int, cu_seqlens: CuSe
 @lru_cache(256)
 def gathered_tiles(seq_len: int, size: int, rank: int, cu_seqlens: CuSeqlens | None) -> list[Tile]:
     """List the tiles of `rank`'s queries with the keys of all other ranks, the keys in global order."""
-    chunk = seq_len // size // 2
+    piece = seq_len // size // 2
     tiles: list[Tile] = []
     for samples, start, stop in _each_document(seq_len, cu_seqlens):
         first, last = _local_run(seq_len, size, rank, start, stop)
-        _append(tiles, samples, (first, last), (start, min(stop, rank * chunk)), causal=False)
-        between = (max(start, (rank + 1) * chunk), min(stop, seq_len - (rank + 1) * chunk))
-        _append(tiles, samples, (max(first, chunk), last), between, causal=False)
+        _append(tiles, samples, (first, last), (start, min(stop, rank * piece)), causal=False)
+        between = (max(start, (rank + 1) * piece), min(stop, seq_len - (rank + 1) * piece))
+        _append(tiles, samples, (max(first, piece), last), between, causal=False)
     return tiles
 
 
@@ -135,14 +135,14 @@ def _each_document(seq_len: int, cu_seqlens: CuSeqlens | None) -> Iterator[tuple
 def _local_run(seq_len: int, size: int, rank: int, start: int, stop: int) -> tuple[int, int]:
     """Return the rank's part of positions start ... stop - 1, as (first, end) in its local order.
 
-    This is one run even if both chunks have some of these positions: then the run contains all positions between them.
+    If they reach into both of the rank's pieces, the part is still one run, because the pieces are neighbours locally.
     """
     if size == 1:
         return start, stop
-    chunk = seq_len // size // 2
+    piece = seq_len // size // 2
 
     def num_held_before(position: int) -> int:
-        starts = (rank * chunk, seq_len - (rank + 1) * chunk)
-        return sum(min(max(position - first, 0), chunk) for first in starts)
+        starts = (rank * piece, seq_len - (rank + 1) * piece)
+        return sum(min(max(position - first, 0), piece) for first in starts)
 
     return num_held_before(start), num_held_before(stop)

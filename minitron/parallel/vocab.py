@@ -1,9 +1,9 @@
 """Embedding and loss split over the vocabulary, along the `tp` axis.
 
 Problem: the embedding, the head and above all the logits [s, b, v] of a large vocabulary take more memory than a block.
-The idea (Shoeybi et al. 2019): every rank has the rows of v/tp tokens. It looks up these and leaves zeros for the other
-tokens; the sum over the ranks is the embedding. For the cross-entropy, ranks exchange the maximum and the sum of their
-columns and the label's logit, so no rank gathers the logits.
+The idea (Shoeybi et al. 2019): every rank has the rows of v/tp tokens. It looks up these tokens and leaves zeros for
+the others; the sum over the ranks is the embedding. For the cross-entropy, ranks exchange the maximum and the sum of
+their columns and the label's logit, so no rank gathers the logits.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class VocabParallelEmbedding(nn.Module):
 def token_losses(logits: Tensor, labels: Tensor, axis: Axis, ops: ModuleType, num_ids: int) -> tuple[Tensor, Tensor]:
     """Return each token's loss, and the logarithm of its sum of exp(logit), both [...] float32.
 
-    Arguments as of `vocab_parallel_cross_entropy`. One all-gather over `axis`, of 3 numbers a token.
+    Arguments: see `vocab_parallel_cross_entropy`. Gathers 3 numbers per token over `axis`.
     """
     sums = torch.stack(ops.softmax_sums(logits, labels, axis.rank * logits.shape[-1], num_ids))
     top, total, picked = gather_along(sums.unsqueeze(0), axis).unbind(1)  # [tp, ...] each
@@ -101,7 +101,7 @@ def vocab_parallel_cross_entropy(
     """Compute the loss of each token from logits split over the vocabulary, in float32 and without gathering them.
 
     logits [s, b, v/tp], labels [s, b] global ids -> [s, b]. Collective over `axis`.
-    num_ids: of this rank's first columns that are token ids (None: all); the others pad the vocabulary and are ignored.
+    num_ids: only so many first columns of this rank are token ids (None: all). The others are padding and are ignored.
     The backward pass overwrites the logits with their gradient.
     """
     return _CrossEntropy.apply(logits, labels, axis, ops, logits.shape[-1] if num_ids is None else num_ids)

@@ -8,10 +8,9 @@ its weight gradient. It queues the product, with the two matrices that the produ
     BackwardWeight    dW2, dW1
 
 Compared with an unsplit backward, the matrices live longer and all other activations are freed earlier, so the peak of
-memory hardly changes. Recomputed
-activations stay allocated until the weight gradients have run. Gradients that are sums over rows (norms, biases,
-embeddings) are not worth a delay. Under sequence parallelism the queue holds a rank's rows of one of the matrices. They
-are gathered again for the product, while the product before it runs.
+memory hardly changes. Recomputed activations stay allocated until the weight gradients have run. Gradients that are
+sums over rows (norms, biases, embeddings) are cheap and are not queued. Under sequence parallelism the queue holds this
+rank's rows of one of the matrices. They are gathered again for the product, while the previous product runs.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class WeightGradient(NamedTuple):
 
 
 class WeightQueue:
-    """Where layers queue products. deferring: whether a BackwardInput runs, so that they must."""
+    """Where layers queue products. deferring: true while a BackwardInput runs; layers must then queue."""
 
     def __init__(self) -> None:
         self.products: deque[WeightGradient] | None = None
