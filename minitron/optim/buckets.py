@@ -6,7 +6,7 @@ a reduction after the backward would leave the network idle until then. The idea
      gradients have a second buffer with the same layout. `param.data` and `param.slot.main_grad` are views.
   2. A layer's backward adds its weight gradient to `main_grad` and calls `param.slot.notify`, which is `Bucket.report`.
   3. In the chunk's last backward `report` starts the bucket's reduce-scatter over dp_cp when all its gradients are
-     there (`Bucket.reduce`). Each rank keeps the sum of one slice.
+     in main_grad (`Bucket.reduce`). Each rank keeps the sum of one slice.
   4. The optimizer updates this slice of the parameters (ZeRO-1). `Bucket.start_gather` gathers the other slices.
   5. Each unit of the model (embedding, block, head) waits for the buckets of its parameters, in a forward pre-hook
      that `_wait_before_forward` registers. Code that reads parameters elsewhere calls `wait_parameters` first.
@@ -24,7 +24,7 @@ the first and on the last pipeline stage, so its slice is summed over `embedding
 Microbatches are added in float32, or in bf16 (optimizer.accumulate_dtype) with half of the memory: each sum is made in
 float32 and rounded once when it is stored. Sums over ranks are float32 (slices.py), so `grad_slice` is float32, too.
 
-FP8 weights (precision.fp8_params) have buckets of one byte an element. Their first values become masters at once, and
+FP8 weights (precision.fp8_params) have buckets of one byte an element. Their initial values become masters at once, and
 optim/fp8_weights.py writes the bytes. Left out: ZeRO-2 and ZeRO-3, since microbatches accumulate into whole gradients.
 """
 
@@ -93,7 +93,7 @@ class BucketPlan:
     nodes: int = 1
 
     def slice_of(self, rank: int) -> slice:
-        """Return the elements that a data rank owns: slice by slice those of a node's first ranks, then the second."""
+        """Return the elements that a data rank owns. Slices are ordered by position in the node, then by node."""
         length, local = self.size // self.ranks, self.ranks // self.nodes
         start = (rank % local * self.nodes + rank // local) * length
         return slice(start, start + length)
@@ -111,7 +111,7 @@ class BucketPlan:
 def plan_buckets(
     params: Iterable[tuple[str, int, BucketKey]], bucket_bytes: int, ranks: int, itemsize: int = 4, nodes: int = 1
 ) -> list[BucketPlan]:
-    """Lay (name, numel, key), given in forward order, into buckets, in the order in which a backward closes them.
+    """Lay (name, numel, key), given in forward order, into buckets. List these in the order in which they close.
 
     A bucket closes when its gradients, `itemsize` bytes each, take `bucket_bytes`. A tied weight has a separate bucket.
     ranks, nodes: see BucketPlan.
@@ -146,10 +146,11 @@ def _round_up(value: int, multiple: int) -> int:
 class Bucket:
     """Flat parameters and gradients of one plan, this rank's slices of both, and the collectives under way.
 
-    data [size] in the parameters' dtype (FP8 as bytes), grad [size] in grad_dtype. data_slice [size / dp_cp] is a view.
-    grad_slice [size / dp_cp] is the sum over data ranks, between `Gradients.finish` and the next step's first gradient.
-    It is float32 if many ranks add to it, and a view of grad if that has its dtype. square: 0-d float64, the squared
-    norm of grad_slice, if the slices' stream computes it as soon as the slice is reduced (early_norm).
+    data [size] in the parameters' dtype (FP8 as bytes), grad [size] in grad_dtype. data_slice [size / dp_cp] is a view
+    of data. grad_slice [size / dp_cp] holds the sum over data ranks from `Gradients.finish` to the next step's first
+    gradient. It is float32 if it is summed over data or tp ranks, and a view of grad if the dtypes are equal. square:
+    0-d float64, the squared norm of grad_slice, which the slices' stream computes right after the reduction if
+    early_norm is set.
     """
 
     def __init__(
@@ -164,10 +165,11 @@ class Bucket:
     ):
         self.plan, self.key, self.slices, self.overlap = plan, plan.key, slices, overlap
         self.square_sum, self.stream = square_sum, slices.stream
-        self.early_norm = self.stream is not None and not (plan.key.tied or plan.key.sum_over_tp)  # no sum is to come
+        # Over tp or `embedding` the slice is summed later, so its norm is not known yet.
+        self.early_norm = self.stream is not None and not (plan.key.tied or plan.key.sum_over_tp)
         self.params = {span.name: params[span.name] for span in plan.spans}
         in_fp8 = plan.key.dtype == FP8_DTYPES["weight"]
-        self.data = slices.zeros(plan.size, torch.uint8 if in_fp8 else plan.key.dtype)  # no collective knows FP8
+        self.data = slices.zeros(plan.size, torch.uint8 if in_fp8 else plan.key.dtype)  # no collective supports FP8
         self.grad = slices.zeros(plan.size, grad_dtype)
         mine = plan.slice_of(mesh.dp_cp.rank)
         self.data_slice, self.grad_slice = self.data[mine], self.grad[mine]
@@ -181,7 +183,7 @@ class Bucket:
         self.gathered: torch.cuda.Event | None = None  # what a recorded forward waits for
         if self.stream is not None and mesh.dp_cp.size > 1:
             self.gathered = torch.cuda.Event(external=True)
-            self.gathered.record()  # graph capture drops the wait for an event that was never recorded
+            self.gathered.record()  # graph capture silently omits the wait for an event that was never recorded
         self.square = torch.zeros((), dtype=torch.float64, device=self.grad.device)
         for span in plan.spans:
             self._adopt(span, self.params[span.name])
@@ -204,13 +206,13 @@ class Bucket:
         return values
 
     def begin_backward(self, last: bool) -> None:
-        """In the last backward, or in both its halves, count reports."""
+        """Count reports only in the last backward; under ZB-H1 in its BackwardInput and its BackwardWeight."""
         self.counting = last
         if last and self.pending is None:
             self.pending = {name: param.spec.uses for name, param in self.params.items()}
 
     def report(self, name: str) -> None:
-        """Count a gradient that is in its main_grad. The last one of the bucket starts the reduction."""
+        """Count a gradient that was added to its main_grad. The bucket's last one starts the reduction."""
         if self.pending is None or not self.counting:
             return
         left = self.pending.pop(name, 0) - 1
@@ -247,7 +249,7 @@ class Bucket:
             self.expect_gather()
 
     def expect_gather(self) -> None:
-        """Make a new handle for the last gather: a forward that is recorded must wait for it once more."""
+        """Make the next forward wait for the most recent gather again: a recorded forward must contain this wait."""
         if self.gathered is not None:
             self.gather = Handle(self.data, [self.gathered.wait])
 
@@ -283,8 +285,8 @@ class Gradients:
     A training step: begin_backward(chunk, last) before every backward; finish(); the optimizer writes each bucket's
     data_slice and starts its gather. Without overlap it waits for the gathers. Frozen parameters have no bucket, so
     they have neither gradient nor optimizer state. The names of parameters are unique on this rank. Collectives run
-    over mesh.dp_cp or its levels, tp and embedding. dtype: in which microbatches are added. bucket_bytes: see
-    `plan_buckets`; None: by the number of data ranks.
+    over mesh.dp_cp or its levels, tp and embedding. dtype: the dtype in which microbatches are added. bucket_bytes: see
+    `plan_buckets`; None: chosen by the number of data ranks.
     """
 
     def __init__(
@@ -325,10 +327,10 @@ class Gradients:
     # ---- gradients
 
     def begin_backward(self, chunk: int, last: bool) -> None:
-        """Prepare for a backward of this chunk. last: it is the chunk's last in the step, whose reports count.
+        """Prepare for a backward of this chunk. last: whether it is the chunk's last in the step, whose reports count.
 
-        If it is split, reports are counted in its BackwardInput and in its BackwardWeight, but not in those of earlier
-        microbatches, which run between the two.
+        Under ZB-H1 the reports of the last microbatch's BackwardInput and BackwardWeight count. BackwardWeights of
+        earlier microbatches may run between the two; their reports do not count.
         """
         for bucket in self.chunks[chunk]:
             bucket.begin_backward(last)
@@ -336,8 +338,7 @@ class Gradients:
     def finish(self) -> None:
         """Complete all sums, so that every bucket's grad_slice is this rank's slice of the step's gradient.
 
-        The next gradient of a parameter, in a forward or a backward, overwrites main_grad. This saves zeroing the
-        buffers and reading the zeros back.
+        The next gradient of a parameter overwrites main_grad, so nothing zeroes the buffers or reads zeros back.
 
         The first call with finite gradients raises ValueError if a sum over tp would add equal copies.
         """
@@ -364,8 +365,8 @@ class Gradients:
         """Raise ValueError, on all ranks, if tp ranks have equal copies of a gradient that the step sums over tp.
 
         The sum would be tp times the gradient. Equal copies are allowed in two cases. If all tokens of the batch are
-        the same, the parameter nearest to the loss has equal copies, too. And a gradient with few elements that are
-        not 0 may have equal copies by chance: with n of them the chance is about eps ** n. Collective over the world.
+        the same, the parameter nearest to the loss also has equal copies. And a gradient with few nonzero elements may
+        have equal copies by chance: with n such elements the chance is about eps ** n. Collective over the world.
         """
         mesh, slices = self.mesh, [bucket.grad_slice for bucket in self.buckets]
         names = [span.name for bucket in self.buckets if bucket.key.sum_over_tp for span in bucket.plan.spans]
@@ -377,13 +378,13 @@ class Gradients:
         highest = torch.stack([own, -own])
         all_reduce_(highest, mesh.tp, op=dist.ReduceOp.MAX)
         spread = highest[0] + highest[1]  # between the largest and the smallest
-        # A row each: whether copies differ at all, elements that are not 0, whether norms differ by more than rounding.
+        # By parameter: whether copies differ at all, nonzero elements, whether norms differ by more than rounding.
         found = torch.stack([spread.any(1), own[:, 2], spread[:, 1] > 1e-3 * highest[0, :, 1]])
-        all_reduce_(found, mesh.dp_cp)
-        equal = (found[0] == 0) & (self.eps ** found[1] < 1e-6)
+        any_differ, nonzeros, norms_differ = all_reduce_(found, mesh.dp_cp).wait()
+        equal = (any_differ == 0) & (self.eps**nonzeros < 1e-6)
         last = self.chunks[-1] if mesh.pp.rank == mesh.pp.size - 1 else []
         nearest = {b.key: names.index(b.plan.spans[0].name) for b in last if b.key.sum_over_tp}
-        differ = found[2, list(nearest.values())]
+        differ = norms_differ[list(nearest.values())]
         known = torch.stack([equal.any(), differ.any(), ~own.isfinite().all()]).int()
         all_reduce_(known, mesh.world, op=dist.ReduceOp.MAX)
         some_equal, some_differ, overflow = known.tolist()
@@ -400,7 +401,7 @@ class Gradients:
     def reset(self) -> None:
         """Drop a pass that was begun, with its gradients, and make the next one wait for the gathers again.
 
-        A recorded pass must contain these waits, and a pass whose recording failed has not waited.
+        A recorded pass must contain these waits. A pass whose recording failed has not waited.
         """
         self.slices.reduced()
         for bucket in self.buckets:

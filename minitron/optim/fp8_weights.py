@@ -1,8 +1,8 @@
 """Weights that are kept as FP8 bytes: the optimizer casts its slices of the masters, so no bf16 weight exists.
 
-Problem: an FP8 product reads bytes. But if the optimizer gathers bf16 weights, every data rank casts them afterwards:
-nothing else reads those 2 bytes an element, in memory and in traffic. The idea: each rank casts the slice that it has
-updated, and ranks gather the casts. A weight has one scale, and several ranks have its slices:
+Problem: an FP8 product reads bytes. But if the optimizer gathers bf16 weights, every data rank casts them afterwards.
+Only this cast reads the 2 bytes an element, which take memory and traffic. The idea: each rank casts the slice that it
+has updated, and ranks gather the casts. A weight has one scale, and several ranks have its slices:
 
     delayed     per bucket: update, cast with the scale of the histories, gather. The amax of the slices enter the
                 histories with those of the next step, without another collective
@@ -54,7 +54,7 @@ class WeightWriter:
             if (scale := part.param.spec.fp8_scale) is not None:
                 value = part.of(values).view(FP8_DTYPES["weight"])
                 self.parts[part.bucket].append(_Part(scale, part.of(masters), value))
-        # By bucket, the same on all data ranks, even on ranks whose slices are only padding.
+        # One entry per bucket. All data ranks have the same list, even a rank whose slices are only padding.
         of_buckets = ((p.spec.fp8_scale for p in bucket.params.values()) for bucket in gradients.buckets)
         self.scales = [next((scale.scales for scale in of_one if scale is not None), None) for of_one in of_buckets]
         self.all = [scales for scales in dict.fromkeys(self.scales) if scales is not None]
@@ -66,7 +66,7 @@ class WeightWriter:
         self.unknown, self.late = [scales for scales in self.all if not scales.begin()], []
 
     def write(self, i: int) -> None:
-        """Cast bucket i, whose masters are new, and start its all-gather; without a scale end() does both."""
+        """Cast the updated masters of bucket i and start its all-gather. If the scale is unknown, end() does both."""
         late = self.scales[i] in self.unknown
         for weight, master, value in self.parts[i]:
             self.cast_master(master, weight.scale, None if late else value, weight.amax)

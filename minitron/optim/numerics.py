@@ -1,4 +1,4 @@
-"""What the numbers of a step are doing: norms and zeros in every format, and what casts lose in FP8, layer by layer.
+"""Log norms and zeros of some steps, and in FP8 also what casts lose, by layer.
 
 Problem: a run that diverges shows one loss and one gradient norm. They do not show which layer's gradients grow, or
 which FP8 tensor has lost its small values. The idea: every log.numerics_every steps each rank sums up figures of its
@@ -12,11 +12,11 @@ slices of the buckets. One sum and one maximum over the world make a record of m
                                underflows%, cur_amax; overflows% of delayed scaling; scale_inv_min and _max, but not
                                with block scaling, which has many scales
 
-They describe the step's own numbers: its weights before the update, and its gradients before clipping. So they are read
-right behind the backward, since the update overwrites gradients. The host reads the result behind the next step's
+They describe the step's weights before the update, and its gradients before clipping. The update overwrites gradients,
+so the device reads them right after the backward. The host reads the result after it has launched the next step's
 backward, and launches nothing in other steps. kernels/fp8_counts.py counts casts. Weights that are kept as FP8 bytes
-were cast in the update before, so they are counted here, from the masters. Null stands for a tensor that this step did
-not cast: LoRA's frozen weights are cast once. Left out: the norm of frozen weights.
+were cast in the previous update, so they are counted here, from the masters. Null stands for a tensor that this step
+did not cast: LoRA's frozen weights are cast once. Left out: the norm of frozen weights.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from minitron.runtime.observer import LateCopy, Observer
 
 TENSORS = "activation", "weight", "gradient"  # x, weight and dy
 STATS = "underflows%", "cur_amax", "scale_inv_min", "scale_inv_max", "overflows%"
-KNOWN = {"none": 0, "block": 2, "current": 4, "delayed": 5}  # how many of STATS, by precision.fp8
+KNOWN = {"none": 0, "block": 2, "current": 4, "delayed": 5}  # the number of STATS that precision.fp8 logs
 
 
 class Numerics(Observer):
-    """Logs what the numbers of every log.numerics_every-th step are doing.
+    """Logs norms, zeros and FP8's losses of every log.numerics_every-th step.
 
-    runner: runs the passes of a step. counts: of FP8's casts. log: None writes nothing.
+    runner: runs the passes of a step. counts: those of FP8's casts. log: None writes nothing.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Numerics(Observer):
         self.waiting: tuple[int, LateCopy] | None = None
 
     def forward_backward(self, batches: Sequence[CountedBatch]) -> tuple[Tensor, bool]:
-        """Compute the gradients of a step. Begin to read its numbers if they are due, collectively over the world."""
+        """Compute the gradients of a step. If figures are due, begin to read them, collectively over the world."""
         step = self.gradients.mesh.activity.step
         due = step % self.every == 0
         self.counts.count(due)
@@ -101,7 +101,7 @@ class Numerics(Observer):
 
     @torch.no_grad()
     def _read(self, denominator: Tensor) -> Tensor:
-        """Add up all figures over the world. denominator: this rank's part of what gradients are divided by."""
+        """Add up all figures over the world. denominator: this rank's term of the divisor of gradients."""
         world, tops = self.gradients.mesh.world, self.counts.tops
         sums = torch.cat([denominator.view(1), self._read_slices().flatten(), self.counts.sums.flatten()])
         all_reduce_(sums, world)
@@ -112,7 +112,7 @@ class Numerics(Observer):
     def _read_slices(self) -> Tensor:
         """Sum up squares of gradients and masters, zeros and elements by part of the model: [units, 4].
 
-        Over the world each element counts once. Also counts what the casts lost of weights that are kept as FP8 bytes.
+        The world's sum counts each element once. This also counts the cast losses of weights kept as FP8 bytes.
         """
         sums = torch.zeros(len(self.units), 4, dtype=torch.float64, device=self.gradients.mesh.device)
         buckets = self.gradients.buckets

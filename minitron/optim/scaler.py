@@ -2,8 +2,8 @@
 
 Problem: fp16 has no numbers below 6e-8, so small gradients vanish, and none above 65504, so large ones overflow. The
 idea (Micikevicius et al. 2018): multiply the loss by a power of two before the backward and divide the gradients after
-it. The largest factor that does not overflow is found by trying: an overflow costs one skipped step and, if repeated,
-halves the factor; a long clean stretch doubles it. The optimizer finds the overflow in the gradient norm, a device
+it. The largest factor that does not overflow is found by trying. A step with an overflow is skipped, and a repeated
+overflow halves the factor; many clean steps double it. The optimizer finds the overflow in the gradient norm, a device
 scalar, so everything here is a `torch.where` and the host never waits.
 
     hysteresis 2, window 3      overflow  - x - x x - - - -         (x: a step with an overflow, skipped)
@@ -41,7 +41,7 @@ class LossScaler:
         self.tolerance = torch.full((), self.hysteresis, dtype=torch.int32, device=device)
 
     def backward_scale(self, num_microbatches: int) -> Tensor | float:
-        """Return the factor of a microbatch's loss sum before its backward; the optimizer divides by it.
+        """Return the gradient with which the backward of a microbatch's loss sum begins; the optimizer divides by it.
 
         fp16 cannot hold the gradient of a sum over all tokens times the loss scale, so there the sum becomes a mean.
         """

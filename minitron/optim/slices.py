@@ -1,15 +1,16 @@
-"""Slices of the flat buffers between data ranks, in two levels: within a node, and between nodes.
+"""Move slices of the flat buffers between data ranks, in two levels: within a node, and between nodes.
 
-Problem: a sum has the format in which gradients travel, so a ring in bf16 rounds at each of its steps. And kernels of
-NCCL hold SMs that products need. The idea: ranks of a node sum their parts in float32. Between nodes slices travel in
-bf16, rounded once, and are added in float32. A bucket of four slices on two nodes of two ranks:
+Problem: NCCL adds gradients in the format in which they travel, so a ring in bf16 rounds at each of its steps. NCCL's
+kernels also hold SMs that products need. The idea: ranks of a node sum their parts in float32. Between nodes slices
+travel in bf16, rounded once, and are added in float32. A bucket of four slices on two nodes of two ranks:
 
     local    parts are summed in each node          ranks 0, 2   slices 0, 1      ranks 1, 3   slices 2, 3
-    across   equal places exchange slices; each     rank 0       slice 0          rank 1       slice 2
-             rank adds them to its own sum          rank 2       slice 1          rank 3       slice 3
+    across   ranks with the same position exchange  rank 0       slice 0          rank 1       slice 2
+             slices, and add them to their own sum  rank 2       slice 1          rank 3       slice 3
 
-Of N nodes each sends (N - 1) / N of a bucket, which is less than in a ring. Parameters are gathered on the way back. On
-one node, or with float32 between nodes, the local level has all ranks (comm/mesh.py).
+Each of N nodes sends (N - 1) / N of a bucket, which is less than in a ring. Updated parameters take the same two levels
+in reverse: first across, then local. On one node, or with float32 between nodes, the local level has all ranks
+(comm/mesh.py).
 
 GPUs of a node read each other's buffers ("symmetric memory"). Copy engines fetch pieces into two staging buffers in
 turn. While one is filled, a short kernel adds the other. No barrier follows a read, because the optimizer's all-reduce
@@ -32,7 +33,7 @@ from minitron.comm.shared_memory import SymmetricBuffer, can_access_peers
 from minitron.config.sizes import PIECE_BYTES
 
 SumParts = Callable[..., Tensor]  # of kernels/plain.py
-PARTS_AT_ONCE = 8  # of other nodes, in one call of a kernel that is compiled for their number
+PARTS_AT_ONCE = 8  # other nodes' parts in one call of a kernel, which is compiled for their number
 
 
 def add_rounded(total: Tensor, parts: Tensor, sum_parts: SumParts) -> None:
@@ -42,15 +43,16 @@ def add_rounded(total: Tensor, parts: Tensor, sum_parts: SumParts) -> None:
 
 
 class ProcessGroupSlices:
-    """By the collectives of the process group, on any device.
+    """Reduces and gathers slices by the collectives of the process group, on any device.
 
-    dtype: of gradients. largest: elements of the largest bucket. stream: on a GPU with overlap, runs what follows a
-    collective beside the current stream. Exchanges follow each other there, so they share staging buffers: `received`
-    and `rounded` have the part of a bucket in bf16, `wide` has a bucket of bf16 in float32 for the process group.
+    dtype: of gradients. largest: elements of the largest bucket. stream: on a GPU with overlap, runs the operations
+    after a collective beside the current stream. Exchanges run there in order, so they share staging buffers.
+    `received` and `rounded` hold the part of a bucket in bf16. `wide` holds a bf16 bucket in float32 for the process
+    group.
     """
 
     nbytes = 0
-    casts = True  # since the process group adds in the format of its input
+    casts = True  # the process group adds in the format of its input, so bf16 is cast to float32 first
 
     def __init__(self, mesh: Mesh, dtype: torch.dtype, largest: int, overlap: bool, sum_parts: SumParts):
         self.axis, self.local, self.across, self.device = mesh.dp_cp, mesh.local, mesh.across, mesh.device
@@ -68,41 +70,42 @@ class ProcessGroupSlices:
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def reduce(self, buffer: Tensor, out: Tensor) -> Handle[Tensor]:
-        """Begin to write this rank's slice of the sum over the ranks to out. In the same order on all ranks.
+        """Begin to write this rank's slice of the sum over the ranks to out. All ranks call it in the same order.
 
-        out: float32, or `buffer` if there is one rank; it may be the slice of the buffer, whose content is then lost.
+        out: float32, or `buffer` if there is one rank. It may be this rank's slice of the buffer. The content of the
+        buffer is lost.
         """
         if self.across.size == 1 and not len(self.wide):
             return reduce_scatter_into(out, buffer, self.local, wait=False)
         return self._later(out, partial(self._reduce, buffer, out))
 
     def gather(self, buffer: Tensor, own: Tensor) -> Handle[Tensor]:
-        """Begin to fetch the other slices from their owners. own: this rank's. In the same order on all ranks."""
+        """Begin to fetch the other slices from their owners. own: this rank's slice. Same order on all ranks."""
         if self.across.size == 1:
             return self._gather_local(buffer)
         part = all_gather_into(self._part(buffer), own, self.across, wait=False)
         return self._later(buffer, part.wait, lambda: self._gather_local(buffer).wait())
 
     def unsummed(self, buffer: Tensor) -> list[Tensor]:
-        """Return the parts of a reduced buffer that still are this rank's own gradients."""
+        """Return the parts of a reduced buffer that still hold this rank's gradients, not sums."""
         axis = self.local if self.local.size > 1 else self.across
         parts = list(buffer.chunk(axis.size))
         return parts[: axis.rank] + parts[axis.rank + 1 :]
 
     def of_other_nodes(self, buffer: Tensor) -> list[Tensor]:
-        """Return the parts of a reduced buffer that are sums of this node for other nodes."""
+        """Return the parts of a reduced buffer that hold this node's sums for other nodes."""
         parts = list(self._part(buffer).chunk(self.across.size)) if self.local.size > 1 else []
         return [part for node, part in enumerate(parts) if node != self.across.rank]
 
     def reduced(self) -> None:
-        """End a step: the current stream has waited for all its reductions, or will never run them."""
+        """End a step. The caller has waited for all its reductions on the current stream, or has dropped them."""
 
     def _part(self, buffer: Tensor) -> Tensor:
         """Return the part of a buffer that this rank sums in its node: a slice for each node."""
         return buffer.chunk(self.local.size)[self.local.rank]
 
     def _later(self, result: Tensor, *steps: Callable[[], object]) -> Handle[Tensor]:
-        """Launch these steps in order: on `stream`, or without a stream when the result is awaited."""
+        """Launch these steps in order on `stream`. Without a stream the handle's wait() runs them."""
         if self.stream is None:
             return Handle(result, steps)
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -127,7 +130,7 @@ class ProcessGroupSlices:
         return all_gather_into(buffer, self._part(buffer), self.local, wait=False)
 
     def _exchange(self, part: Tensor, out: Tensor) -> None:
-        """Send a node's sums to the other nodes, rounded once; add theirs to out, the own sum, which is not rounded."""
+        """Send this node's sums to the other nodes, rounded once. Add theirs to out, its unrounded sum."""
         if len(self.rounded):
             part = self.rounded[: len(part)].copy_(part)
         part.chunk(self.across.size)[self.across.rank].zero_()  # it is in `out`
@@ -137,7 +140,10 @@ class ProcessGroupSlices:
 
 
 class SymmetricMemorySlices(ProcessGroupSlices):
-    """By copy engines within a node. nbytes: of all buffers together. The constructor is collective over mesh.local."""
+    """Copies slices within a node by copy engines. The constructor is collective over mesh.local.
+
+    nbytes: of all buffers together.
+    """
 
     casts = False
 
@@ -147,11 +153,11 @@ class SymmetricMemorySlices(ProcessGroupSlices):
         self._memory = SymmetricBuffer(self.local, nbytes, self.device)
         self._memory.own.zero_()
         self._copies, self._adds = torch.cuda.Stream(), torch.cuda.Stream()
-        self._signals = torch.cuda.Stream(priority=-1)  # a barrier need not wait for a product's end
+        self._signals = torch.cuda.Stream(priority=-1)  # so a barrier does not wait for a product's end
         piece = min(PIECE_BYTES, nbytes // self.local.size) // 4 * 4  # bytes
         stage = self.local.size - 1, piece
         self._stages = [torch.empty(stage, dtype=torch.uint8, device=self.device) for _ in range(2)]
-        self._added: list[torch.cuda.Event | None] = [None, None]  # the end of each stage's last addition
+        self._added: list[torch.cuda.Event | None] = [None, None]  # the end of each stage's most recent addition
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         start, self._used = self._used, self._used + numel * dtype.itemsize

@@ -10,13 +10,13 @@ One step, in which the host reads no value:
   3. Both divisions become one device scalar that the fused AdamW kernel applies as it reads the gradient.
   4. If the norm is not finite, `skipped` is 1, and masters, moments and the step count stay as they are.
   5. AdamW writes the new masters and, from them, parameters of a smaller dtype. `WeightWriter.write` starts the
-     all-gather of each bucket, and casts FP8 weights before. The next forward waits for the gathers (buckets.py).
+     all-gather of each bucket; it casts FP8 weights first. The next forward waits for the gathers (buckets.py).
 
     Two ranks, 24 elements:   rank 0  grad[0:12]  -> master, exp_avg, exp_avg_sq [12] -> data[0:12]  \\  all-gather:
                               rank 1  grad[12:24] -> its own three [12]               -> data[12:24] /  both have [0:24]
 
 In float32 the master is the parameter slice itself. The update works on whole buckets. On CUDA the update and the cast
-are one kernel. Left out: a choice of optimizers.
+are one kernel. The only optimizer is AdamW.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class Stats:
 
 
 class Zero1Optimizer:
-    """AdamW over this rank's slices of the buckets. Make it after the parameters have their first values.
+    """AdamW over this rank's slices of the buckets. Make it after the parameters have their initial values.
 
-    With FP8 weights the constructor writes their first bytes and is collective over dp_cp.
+    With FP8 weights the constructor writes their initial bytes and is collective over dp_cp.
 
-    masters, exp_avg, exp_avg_sq: one float32 tensor [size / dp_cp] per bucket, never replaced. steps: 0-d float32,
-    updates so far.
+    masters, exp_avg, exp_avg_sq: one float32 tensor [size / dp_cp] per bucket, never replaced. steps: 0-d float32, the
+    number of updates so far.
     """
 
     def __init__(self, gradients: Gradients, cfg: OptimizerConfig, kernels: Kernels):
@@ -100,10 +100,11 @@ class Zero1Optimizer:
     ) -> Stats:
         """Divide, clip, update, gather: call it after `gradients.finish()`. Collective over the world.
 
-        loss_sum, count: 0-d device tensors, this rank's terms of the sum of token losses and of the number of tokens,
-        or zeros. backward_scale: the factor of the loss sum before its backward (the fp16 loss scale), a number or a
-        0-d tensor. skip: update nothing. Gradients are invalid after this call. Parameters are complete when their
-        gathers end: a unit's forward waits for them, other code calls `gradients.wait_parameters()`.
+        loss_sum, count: 0-d device tensors, the sum of token losses and the number of tokens on this rank, or zeros.
+        The world's sums count each token once. backward_scale: the gradient with which each backward began
+        (`LossScaler.backward_scale`), a number or a 0-d tensor. skip: update nothing. Gradients are invalid after this
+        call. Parameters are complete when their gathers end: a unit's forward waits for them, other code calls
+        `gradients.wait_parameters()`.
         """
         totals = torch.stack([loss_sum.double(), count.double(), self.gradients.square_sum()])
         all_reduce_(totals, self.gradients.mesh.world)
@@ -115,7 +116,7 @@ class Zero1Optimizer:
         if self.cfg.clip_grad:
             divisor = denominator * ((norm + CLIP_EPS) / self.cfg.clip_grad).clamp(min=1.0)
         self._update(lr, divisor.float(), skipped.float())
-        if not self.gradients.overlap:  # else the model's units wait
+        if not self.gradients.overlap:  # with overlap, each unit of the model waits in its forward
             self.gradients.wait_parameters()
         loss = loss_sum / count
         return Stats(torch.stack([loss, norm, skipped.double(), loss.isfinite().logical_not().double()]))
@@ -125,7 +126,10 @@ class Zero1Optimizer:
         self.copied = copied
 
     def _update(self, lr: float, divisor: Tensor, skipped: Tensor) -> None:
-        """Update all slices with gradient / divisor, unless skipped is 1. Each gather overlaps the next update."""
+        """Update all slices with gradient / divisor, unless skipped is 1.
+
+        The gather of a bucket overlaps the update of the next bucket.
+        """
         self.steps += 1 - skipped
         self.copied.wait()
         self.writer.begin()

@@ -48,12 +48,12 @@ MakeSchedule = Callable[[int, int, int], Schedule]  # pp, vp, microbatches
 class Executor:
     """The pipeline of this rank's `chunks` (stage = chunk * pp + rank).
 
-    A chunk is called with a batch, the hidden states of the stage before and the gradient of the loss, see `run`.
-    shape, dtype: of every tensor that travels between stages, [s/cp/tp, b, h]. begin_backward(chunk, last): called
-    before each backward and each BackwardWeight; last: whether it is the chunk's last in this step. begin_pass():
-    called before the first action of a pass, and of each of its segments. weight_queue: layers add the weight gradients
-    of a split backward to it. make: the schedule of a training step. last_forward_done: on a GPU, the end of a step's
-    last forward.
+    A chunk is called with a batch, the hidden states of the stage before and the gradient of the loss (see `run`).
+    shape, dtype: those of every tensor that travels between stages, [s/cp/tp, b, h]. begin_backward(chunk, last):
+    called before each backward and each BackwardWeight; last: whether it is the chunk's last in this step.
+    begin_pass(): called before the first action of a pass, and of each of its segments. weight_queue: layers add the
+    weight gradients of a split backward to it. make: makes the schedule of a training step. last_forward_done: on a
+    GPU, the event at the end of a step's last forward.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class Executor:
     def wait_last_forward(self) -> None:
         """Wait until the device has finished the last forward of the step.
 
-        The backward and the update give the host enough time to queue the next step, so the device does not idle. Until
-        then a signal can still cancel the next step.
+        The backward and the update give the host enough time to queue the next step, so the device does not idle. A
+        signal that comes before this wait ends can still cancel the next step.
         """
         if self.last_forward_done is not None:
             self.last_forward_done.synchronize()
@@ -116,7 +116,7 @@ class Pass:
         self.saved: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
         self.deferred: dict[tuple[int, int], deque[WeightGradient]] = {}
         self.in_flight: deque[Handle[list[Tensor]]] = deque()
-        self.completed = 0  # exchanges that were waited for
+        self.completed = 0  # exchanges that this rank has waited for
         if (stopwatch := self._stopwatch(None)) is not None:
             stopwatch.begin()
 
@@ -141,7 +141,7 @@ class Pass:
                         self.exchange(action)
 
     def _compute(self, work: Callable[[Any], None], op: Operation) -> None:
-        """Run work(op), timed, and note its end. Exchanges have no end mark: what waits for one begins later."""
+        """Run work(op), timed, and note its end. Exchanges are not noted: the operation that needs one waits for it."""
         stopwatch = self._stopwatch(op)
         if stopwatch is not None:
             stopwatch.begin()
@@ -151,10 +151,10 @@ class Pass:
         self.executor.pp.activity.ended()
 
     def _stopwatch(self, op: Operation | None) -> Stopwatch | None:
-        """Return what times this operation; of None, what times the whole pass. Evaluations are not timed.
+        """Return the stopwatch if it times this operation, or if it times the whole pass and op is None; else None.
 
-        If one microbatch is timed instead of the pass, it is the last forward, after all gathers, and the first
-        backward, before all reductions.
+        Evaluations are not timed. If one microbatch is timed instead of the pass, its times are those of the last
+        forward, when no gather runs any more, and of the first backward, when no reduction runs yet.
         """
         stopwatch = self.executor.pp.activity.stopwatch
         if stopwatch is None or self.loss_grad is None or stopwatch.one_microbatch == (op is None):
@@ -206,7 +206,7 @@ class Pass:
         self.received |= {t: value for t, (_, value) in zip(action.recvs, recvs)}
 
     def join(self) -> None:
-        """Wait, on a GPU by its stream, for all messages under way. Their other ends are posted by now."""
+        """Wait for all messages under way; on a GPU the stream waits. All peers have posted their ends by now."""
         self._wait_for(self.completed + len(self.in_flight))
 
     def finish(self) -> Tensor:
@@ -223,7 +223,7 @@ class Pass:
         return None if op.input is None else self.received.pop(op.input)
 
     def _wait_for(self, exchanges: int) -> None:
-        """Wait, on a GPU by its stream, for the first `exchanges` of this pass."""
+        """Wait for the first `exchanges` of this pass; on a GPU the stream waits."""
         while self.completed < exchanges:
             self.in_flight.popleft().wait()
             self.completed += 1
@@ -232,7 +232,7 @@ class Pass:
 def local_totals(mesh: Mesh, loss_sum: Tensor, batches: Sequence[Any]) -> tuple[Tensor, Tensor]:
     """Return this rank's part of the world's sums of losses and tokens: 0 except on tp rank 0 of the last stage.
 
-    batches: `count` of each is its number of tokens that have a loss.
+    batches: the `count` of each is its number of tokens that have a loss.
     """
     counts = mesh.tp.rank == 0 and mesh.pp.rank == mesh.pp.size - 1
     count = torch.full((), sum(b.count for b in batches) * counts, dtype=torch.float64, device=mesh.device)

@@ -1,8 +1,8 @@
 """Record the passes of a step as CUDA graphs, and replay them: one launch a graph instead of one a kernel.
 
-Problem: the forward and backward passes of a step are ten thousand launches and more, and each takes the host some
-microseconds. If layers are small, or split over many ranks, a GPU is idle until Python launches the next kernel. The
-idea: run some steps eagerly, then record one (nothing runs meanwhile), and from then on launch the recording:
+Problem: the passes of a step launch thousands of kernels, and each launch takes the host some microseconds. If layers
+are small, or split over many ranks, a GPU is idle until Python launches the next kernel. The idea: run some steps
+eagerly, then record one (PyTorch: capture; nothing runs meanwhile), and from then on launch the recording:
 
     step   1 2 3     4                      5 6 7 ...
            eager     recorded, replayed     replayed
@@ -17,12 +17,12 @@ parameters are launched outside; the graph waits for them by events that are dec
                    last      also sums the gradients over data ranks
     pp > 1     microbatches overlap: one graph, or several of at most about MOST_NODES kernels
 
-A recording holds for one number of microbatches. If a schedule of the batch size changes it, the graphs are dropped,
-and steps of the new size begin eagerly, too. So the memory of one recording is enough.
+A recording serves one number of microbatches. If a schedule of the batch size changes the number, the graphs are
+dropped, and steps of the new size begin eagerly again. So only one recording takes memory at a time.
 
-All graphs share their memory, since one runs after the other. Evaluations are recorded, too, or they would need memory
-of their own. So are steps that count what FP8's casts lose: they have a second recording, and the first one
-has no kernel more. Left out: the update, which is few launches.
+All graphs share their memory, since one runs after the other. Evaluations are recorded, too, because eager ones would
+need memory beside that of the graphs. Steps that count FP8 casts have a second recording, so that counting adds no
+kernel to ordinary steps. Left out: the update, which is few launches.
 """
 
 from __future__ import annotations
@@ -80,21 +80,22 @@ def why_eager(cfg: Config, device: torch.device, masks_documents: bool) -> str |
 
 
 class Segment(NamedTuple):
-    """Actions that become one graph. launches: for each launch, the microbatches whose batches it reads."""
+    """Actions that become one graph. launches: a list for each launch, of the microbatches that it computes."""
 
     actions: Sequence[Action]
     launches: Sequence[Sequence[int]]
 
 
 def segments(actions: Sequence[Action], pp: int, num_microbatches: int, nodes_per_action: float) -> list[Segment]:
-    """Cut the actions of a rank's pass into graphs. If pp is 1, one graph runs all microbatches in the middle."""
+    """Cut the actions of a rank's pass into graphs. If pp is 1, one graph serves all but the first and the last mb."""
     m = num_microbatches
     if pp == 1:
         each = len(actions) // m
-        # m = 4: {0: [[0]], 1: [[1], [2]], 3: [[3]]}. For m = 1 or 2 keys are equal, and the last one counts.
+        # m = 4: {0: [[0]], 1: [[1], [2]], 3: [[3]]}. For m = 1 or 2, key m - 1 is 0 or 1 and replaces that entry.
         launches = {0: [[0]], 1: [[mb] for mb in range(1, max(2, m - 1))], m - 1: [[m - 1]]}
         return [Segment(actions[mb * each : (mb + 1) * each], launches[mb]) for mb in sorted(launches) if mb < m]
-    # The sums of gradients, which begin in the last backwards, must end in the graph that they begin in.
+    # Sums of gradients begin in the last backwards and end with the pass. One graph must contain both, so no graph
+    # starts after the first of these backwards.
     last = (i for i, action in enumerate(actions) if isinstance(action, Backward) and action.last)
     starts = range(0, next(last, len(actions) - 1) + 1, max(1, int(MOST_NODES / nodes_per_action)))
     ends = [*starts[1:], len(actions)]
@@ -145,8 +146,8 @@ class CudaGraph:
 class Recording:
     """A recorded pass through a schedule, with static batches.
 
-    start(batches): makes the pass; it runs inside the recording. end(): is recorded after the pass. nodes: kernels and
-    copies of all launches. seconds: how long the recording took.
+    start(batches): makes the pass, inside the recording. end(): is recorded after the pass. nodes: kernels and copies
+    of all launches. seconds: how long the recording took.
     """
 
     def __init__(
@@ -170,7 +171,7 @@ class Recording:
             if segment is planned[-1]:
                 self.loss = run.finish()
                 end()
-            run.executor.pp.activity.begin("recording")  # CUDA's part of it follows, which can take seconds
+            run.executor.pp.activity.begin("recording")  # CUDA now builds the graph, which can take seconds
 
         self.graphs = [recorder.record(partial(work, segment)) for segment in planned]
         self.nodes = sum(graph.nodes * len(segment.launches) for graph, segment in zip(self.graphs, planned))
@@ -205,8 +206,8 @@ def _launched(planned: Sequence[Segment]) -> Iterator[object]:
 class Eager:
     """Runs the passes of steps and evaluations by launching each kernel from the host.
 
-    scale(microbatches): the factor of a loss sum before its backward. finish(): completes the sums of gradients.
-    reset(): drops what the host holds of a pass that was begun and will not end. counts: of FP8's casts.
+    scale(microbatches): the gradient with which the backward of each loss sum begins. finish(): completes the sums of
+    gradients. reset(): drops the host's state of a pass that was begun and will not end. counts: those of FP8's casts.
     """
 
     executor: Executor
@@ -214,7 +215,7 @@ class Eager:
     finish: Callable[[], None]
     reset: Callable[[], None]
     counts: CastCounts
-    replaying = False  # as of Replay
+    replaying = False  # see Replay.replaying
 
     def forward_backward(self, batches: Sequence[object]) -> tuple[Tensor, bool]:
         """Run forward and backward of all microbatches and complete the sums of gradients.
@@ -237,11 +238,11 @@ class Eager:
 class Replay:
     """Replays the passes of steps and evaluations, after WARM_UP eager steps. Collective over the world.
 
-    eager: runs what is not recorded. layers: blocks on this rank. evaluates: microbatches of an evaluation, whose pass
-    is recorded with the step; 0: the run does not evaluate. log: None writes nothing.
+    eager: runs the passes that are not recorded. layers: blocks on this rank. evaluates: microbatches of an evaluation,
+    which is recorded after the step; 0 if the run does not evaluate. log: None writes nothing.
 
-    training, counting, evaluation: the recordings, if they could be made: of a step, of one that counts FP8's casts,
-    and of an evaluation.
+    training, counting, evaluation: the recordings of a step, of a step that counts FP8's casts and of an evaluation;
+    each is None if it was not made.
     """
 
     eager: Eager
@@ -253,7 +254,7 @@ class Replay:
     training: Recording | None = field(default=None, init=False)
     counting: Recording | None = field(default=None, init=False)
     evaluation: Recording | None = field(default=None, init=False)
-    _calls: int = field(default=0, init=False)  # of as many microbatches as the last one
+    _calls: int = field(default=0, init=False)  # steps in a row with the same number of microbatches
     _microbatches: int = field(default=0, init=False)
 
     @property
@@ -262,7 +263,7 @@ class Replay:
         return self.training is not None
 
     def forward_backward(self, batches: Sequence[StaticBatch]) -> tuple[Tensor, bool]:
-        """Do the same as Eager. A replay overwrites the loss sum of the one before."""
+        """Do the same as Eager. A replay overwrites the loss sum of the previous one."""
         if self._microbatches != len(batches):
             self.close()
             self._microbatches, self._calls = len(batches), 0
@@ -277,7 +278,7 @@ class Replay:
         return loss_sum, False
 
     def evaluate(self, batches: Sequence[StaticBatch]) -> Tensor:
-        """Do the same as Eager. Replayed with the steps: graphs keep the memory that eager forwards would need."""
+        """Do the same as Eager. A replay needs no memory beside that of the graphs; eager forwards would."""
         return self.eager.evaluate(batches) if self.evaluation is None else self._replay(self.evaluation, batches)
 
     def _replay(self, recording: Recording, batches: Sequence[StaticBatch]) -> Tensor:
@@ -298,7 +299,7 @@ class Replay:
             self.eager.evaluate(batches)  # compiles kernels that steps do not use
         if counts.layers:
             counts.count(True)
-            self.eager.forward_backward(batches)  # the same
+            self.eager.forward_backward(batches)  # compiles kernels that only counting steps use
         self.training = self._on_all("steps", partial(record, STEP, batches))
         if self.evaluates and self.replaying:
             evaluated = [batches[0]] * self.evaluates
@@ -312,7 +313,7 @@ class Replay:
         recording, problem, where = None, None, ""
         try:
             recording = record()
-        except Exception as error:  # of any kind: eager passes go on
+        except Exception as error:  # whatever it is, the run goes on with eager passes
             first: BaseException = error
             while first.__context__ is not None:  # CUDA's own error comes after the one that caused it
                 first = first.__context__
@@ -334,7 +335,7 @@ class Replay:
         self.eager.counts.count(what == COUNTING_STEP)
         recorder.used()  # waits for the device, which may still use what a reset drops
         self.eager.reset()
-        used, actions = recorder.used(), executor.actions(m, training)  # after the reset, whose memory is free now
+        used, actions = recorder.used(), executor.actions(m, training)  # read after the reset has freed memory
         nodes = self.layers * m * (NODES_PER_LAYER + NODES_OF_COUNTS * (what == COUNTING_STEP))
         planned = segments(actions, executor.pp.size, m, nodes / len(actions))
         start = lambda x: Pass(executor, x, self.eager.scale(m) if training else None)  # reads fp16's scale tensor

@@ -9,14 +9,14 @@ drawn without torch, then run by the executor. The idea:
    warm-up), alternates one forward with one backward (1F1B), and ends with the remaining backwards.
 2. Interleaving (vp > 1) gives a rank vp chunks of the model, stage = chunk * pp + rank. A microbatch passes the ranks
    vp times in steps vp times shorter, which shrinks the bubble to (pp - 1) / (vp * m) of the compute.
-3. A clock gives every operation the tick at which it finishes. A backward takes twice as many ticks as a forward.
-   Between ranks that have several chunks a value arrives one tick later.
-4. A value finished at tick t for another rank is sent *and* received at tick t. All that one rank sends and receives
-   at one tick is one Exchange, posted without waiting; the wait comes where the value is used. An action holds its
-   input, its output, and how many of its rank's Exchanges it waits for. The executor makes no scheduling decisions.
+3. A clock gives every operation the tick at which it finishes. A backward takes twice as many ticks as a forward. If
+   ranks have several chunks, the receiver may use a value one tick after it is made.
+4. A value made at tick t for another rank is posted by both ranks at tick t: sent by one, received by the other. All
+   that one rank posts at one tick is one Exchange. It does not wait; the operation that uses the value waits. An
+   action holds its input, its output, and how many of its rank's Exchanges it waits for. The executor decides nothing.
 5. Each rank's list is sorted by tick, and partners meet in Exchanges of the same tick. So the rank at the lowest tick
-   can always go on: no deadlock, even if every Exchange blocked. "Send my output and receive my next input" as one
-   step pairs ends of different ticks, and interleaved ranks would wait for each other.
+   can always go on: no deadlock, even if every Exchange blocked. If a rank fused each send with its next receive,
+   interleaved ranks could deadlock, because the two have different ticks.
 
 pp = 2, three microbatches. F0 is the forward of microbatch 0, >0 its activation and <0 its gradient on the way, which
 takes no time here:
@@ -28,18 +28,18 @@ takes no time here:
 
 ZB-H1 (Qi et al. 2024) splits backwards. Other ranks wait for the gradient of the input (b) alone, and the gradients of
 weights (w) fill the bubble. The order is that of 1F1B, but rank r runs the w of a microbatch r microbatches later; rank
-0 defers none. The bubble is (pp - 1) (f + b - w) seconds instead of (pp - 1) (f + b + w), about a third:
+0 defers none. The bubble shrinks from (pp - 1) (f + b + w) seconds to (pp - 1) (f + b - w), about a third of it:
 
     rank 0    F0 F1    B0--- F2 B1--- B2---
     rank 1       F0 b0 F1 b1 w0 F2 b2 w1 w2
 
-Messages of interleaved ranks take a tick. Without it every Exchange comes just before its value is used, and nothing
-hides it. More ticks are not better: NCCL runs a rank's Exchanges in order, so an early one delays the next. With one
-chunk a rank, or fewer microbatches than ranks, a tick does not help on average, so messages take none there.
+Messages of interleaved ranks take a tick. Without this tick each Exchange is posted just before its value is used, so
+no work overlaps it. More ticks are not better: NCCL runs a rank's Exchanges in order, so an early one delays the next.
+With one chunk a rank, or fewer microbatches than ranks, a tick does not help on average, so messages take none there.
 
 A backward takes twice the ticks of a forward because its products take twice the time. Ranks wait if the clock differs
-from the real times. b and w need different tick counts. Otherwise two messages of different ticks would share an
-Exchange by chance, and the earlier one would wait.
+from the real times. b and w have different tick counts. With equal counts, a rank could make one value and receive
+another at the same tick by chance. They would share an Exchange, and the one that is ready first would wait.
 
 Left out: schedules that split with vp > 1, or that hold more activations and have no bubble (ZB-H2); and weights that
 change in the middle of a batch (PipeDream).
@@ -67,8 +67,8 @@ class Transfer:
 class _Operation:
     """What this rank computes for microbatch `mb` in its model chunk `chunk`.
 
-    input: the value that it needs from another rank. output: the value that it makes for another rank. after: it may
-    start when so many of the rank's Exchanges are complete.
+    input: the value that it needs from another rank. output: the value that it makes for another rank. after: the
+    number of the rank's Exchanges that must be complete before it starts.
     """
 
     mb: int
@@ -92,7 +92,8 @@ class Forward(_Operation):
 class Backward(_Operation):
     """The backward. The last stage has no input, the first stage no output.
 
-    last: of the chunk's backwards in a step. In it each gradient may be reduced as soon as it is ready.
+    last: whether it is the chunk's last backward in a step. During that one, each gradient may be reduced as soon as it
+    is ready.
     """
 
     last: bool
@@ -105,7 +106,7 @@ class BackwardInput(Backward):
 
 @dataclass(frozen=True, slots=True)
 class BackwardWeight(_Operation):
-    """The weight gradients that a BackwardInput has deferred. It has no input and no output. last: of the chunk's."""
+    """The weight gradients that a BackwardInput has deferred. It has no input and no output. last: see Backward."""
 
     last: bool
 
@@ -114,9 +115,10 @@ class BackwardWeight(_Operation):
 class Exchange:
     """All sends and receives of one rank at one tick, posted together without waiting.
 
-    A rank finishes at most one operation a tick, so there is at most one send, and at most one receive from each of
-    the two neighbours. So messages of a pair of ranks are received in the order in which they are sent. NCCL needs
-    that: it has no tags. after: so many of the rank's Exchanges must be complete, so that their buffers can be freed.
+    A rank finishes at most one operation a tick. An Exchange therefore has at most one send, and at most one receive
+    from each of the two neighbours. So a pair of ranks receives messages in the order in which they are sent. NCCL
+    needs that: it has no tags. after: the number of the rank's Exchanges that must be complete before this one is
+    posted, so that their buffers can be freed.
     """
 
     sends: tuple[Transfer, ...]
@@ -128,7 +130,7 @@ Operation = Forward | Backward | BackwardWeight
 Action = Operation | Exchange
 Kind = Literal["1f1b", "zb-h1"]
 TICKS = {Forward: 6, Backward: 12, BackwardInput: 8, BackwardWeight: 4}
-# A rank that only sends (the first one, in an evaluation) is at most so many Exchanges ahead of its receiver.
+# Exchanges by which a rank that only sends (the first one, in an evaluation) may be ahead of its receiver.
 IN_FLIGHT = 8
 
 
@@ -147,18 +149,20 @@ class Schedule:
 def make(pp: int, vp: int, num_microbatches: int, kind: Kind = "1f1b") -> Schedule:
     """Make the training schedule: 1F1B, interleaved when vp > 1, or ZB-H1; for any number m of microbatches.
 
-    vp = 1: rank r starts with pp - r - 1 forwards.  So it holds the activations of at most pp - r microbatches, not of
-    all, and at most 2 received tensors wait for their use.
+    vp = 1: rank r starts with pp - r - 1 forwards. So it holds the activations of at most pp - r microbatches, not of
+    all m, and at most 2 received tensors wait for their use.
     vp > 1: microbatches advance in groups: all of a group through chunk 0, then all of it through chunk 1, and so on.
     Rank r starts with (vp - 1) * group + 2 * (pp - r - 1) forwards and holds the activations of at most one chunk more.
-    Megatron's groups have pp microbatches, and m has to be a multiple of pp.  (A shorter last group stalls the ranks,
-    and deadlocks for pp = 4, vp = 3, m = 5.)  Here m // pp groups are as equal as possible, so none has less than pp:
-    - m a multiple of pp: Megatron's order.  At most 4 received tensors wait for their use.
-    - m > pp otherwise: the bubble is hardly longer than (pp - 1) / (vp * m).  The largest group has g = ceil(m / (m //
-      pp)) microbatches.  It holds (vp - 1) * (g - pp) more chunk activations and some g - pp more received tensors.
-    - m < pp: one group, shorter than the way round.  Every rank idles (vp - 1) * (pp - m) more forwards and backwards.
-    zb-h1 (vp = 1): rank r holds the activations of at most pp - r microbatches, as in 1F1B. For r more it holds the
-    matrices of their weight gradients. That is about as much as pp microbatches, which rank 0 holds in 1F1B.
+    Megatron's groups have pp microbatches, and m has to be a multiple of pp. (A shorter last group stalls the ranks,
+    and deadlocks for pp = 4, vp = 3, m = 5.) Here m // pp groups are as equal as possible, so none has less than pp:
+    - m a multiple of pp: Megatron's order. At most 4 received tensors wait for their use.
+    - m > pp otherwise: the bubble is hardly longer than (pp - 1) / (vp * m). The largest group has g = ceil(m / (m //
+      pp)) microbatches. A rank then holds (vp - 1) * (g - pp) more chunk activations and some g - pp more received
+      tensors.
+    - m < pp: one group. Rank 0 has run all of it before its first microbatch comes back for the next chunk. So every
+      rank idles for (vp - 1) * (pp - m) more forwards and backwards.
+    zb-h1 (vp = 1): rank r holds the activations of at most pp - r microbatches, as in 1F1B. For r more microbatches it
+    holds only the matrices of weight gradients. Together that is about as much as pp microbatches, rank 0's in 1F1B.
     Source: Narayanan et al. 2021, PipeDream-Flush; and "Efficient large-scale language model training on GPU clusters".
     """
     ranks = [operations(pp, vp, num_microbatches, rank, kind) for rank in range(pp)]
@@ -203,7 +207,7 @@ def _groups(pp: int, m: int) -> list[int]:
 
 
 def _order(pp: int, vp: int, m: int) -> list[tuple[int, int]]:
-    """List the (mb, chunk) of all forwards of a rank, in order: the same on every rank."""
+    """List the (mb, chunk) of a rank's forwards, in order. All ranks have the same list."""
     order, first = [], 0
     for size in _groups(pp, m):
         order += [(mb, chunk) for chunk in range(vp) for mb in range(first, first + size)]
@@ -228,7 +232,8 @@ def _with_exchanges(
     ranks = []
     for order, done, sent, received in zip(operations, ticks, sends, recvs):
         exchanges = [(tick, Exchange(sent.get(tick, ()), received.get(tick, ()))) for tick in sent.keys() | received]
-        actions = sorted([*zip(done, order), *exchanges], key=itemgetter(0))  # stable: what is made can be sent
+        # A stable sort: at equal ticks the operation that makes a value comes before the Exchange that sends it.
+        actions = sorted([*zip(done, order), *exchanges], key=itemgetter(0))
         ranks.append([action for _, action in actions])
     return tuple(tuple(routed(actions, rank, pp, vp)) for rank, actions in enumerate(ranks))
 
@@ -279,7 +284,7 @@ def _finish_ticks(pp: int, vp: int, operations: Sequence[Sequence[Operation]], t
 
 
 def route(op: Operation, rank: int, pp: int, vp: int) -> tuple[Transfer | None, Transfer | None]:
-    """Return what `op` on `rank` needs from another rank, and what it makes for one.
+    """Return what `op` on `rank` needs from another rank, and what it makes for another rank.
 
     Activations travel to the next stage, gradients to the stage before. The ends of the pipeline have no neighbour.
     """
