@@ -119,8 +119,8 @@ def timed_with(tile: tuple[int, int, int], kernel: Call) -> float:
     """Seconds of the kernel with this tile."""
     from minitron.kernels import fused
 
-    every = fused.Tile(*tile)
-    with mock.patch.multiple(fused, TILES=dict.fromkeys(fused.TILES, every), ROWS_ALONE=every):
+    every = fused.BlockShape(*tile)
+    with mock.patch.multiple(fused, BLOCK_SHAPES=dict.fromkeys(fused.BLOCK_SHAPES, every), ROWS_ALONE=every):
         return seconds(kernel)
 
 

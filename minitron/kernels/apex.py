@@ -5,16 +5,16 @@ Two functions of kernels/plain.py can run on apex's kernels; nothing else of ape
     add_product   fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32, or _fp16 to gradients in bf16
     adamw_        amp_C.multi_tensor_adam_capturable, what FusedAdam calls
 
-Both are extension modules of their own, so the name `apex`, which on PyPI is another project's, is never imported. Only
-kernels/kernels.py imports this file. What runs without apex even then:
+Both are separate extension modules, so the name `apex`, which on PyPI is another project's, is never imported. Only
+kernels/kernels.py imports this file. These products do not use apex even with train.kernels=apex:
 
-    a step's first product, which overwrites    its GEMM can only add, so torch's saves the pass that clears
-    float32 products                            it allows cuBLAS to multiply those in float16
-    FP8 products                                those of precision.fp8_backend
+    the first gradient of a step    apex can only add; torch's GEMM overwrites, so main_grad need not be zeroed
+    float32 products                apex lets cuBLAS multiply float32 in float16
+    FP8 products                    precision.fp8_backend computes them
 
-Its AdamW reads every tensor as if it had the gradient's dtype, unchecked: so a bf16 gradient is cast to float32 before.
-multi_tensor_adam_capturable_master would write the bf16 parameter in the same pass, but reads the gradient as if it had
-the parameter's dtype, unchecked too. So that cast is a second pass.
+Its AdamW reads every tensor as if it had the gradient's dtype, without a check. So a bf16 gradient is cast to float32
+first. multi_tensor_adam_capturable_master would write the bf16 parameter in the same pass. But it reads the gradient as
+if it had the parameter's dtype, also without a check. So the parameter is cast in a second pass.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def add_product(out: Tensor, dy: Tensor, x: Tensor, *, add: bool) -> None:
     """Write or add dy^T x; see kernels/plain.py."""
     if dy.dtype == torch.float32 or not add:
         return fused.add_product(out, dy, x, add=add)
-    assert out.is_contiguous()  # apex looks at no strides
+    assert out.is_contiguous()  # apex ignores strides
     accumulate = wgrad_gemm_accum_fp32 if out.dtype == torch.float32 else wgrad_gemm_accum_fp16
     accumulate(x.contiguous(), dy.contiguous(), out)
 

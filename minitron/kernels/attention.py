@@ -1,6 +1,6 @@
 """Attention kernels: the model computes every softmax(q k^T) v through a `Backend`.
 
-Problem: the fastest kernel depends on device and precision, and context parallelism needs more of it than a layer does.
+Problem: the fastest kernel depends on device and precision, and context parallelism needs more from it than its output.
 A rank that holds some of the queries attends to blocks of keys as they arrive, and merges the results:
 
     block A:  scores 1, 2   lse_A = log(e^1 + e^2)   out_A = (e^1 v1 + e^2 v2) / e^lse_A
@@ -11,7 +11,7 @@ A rank that holds some of the queries attends to blocks of keys as they arrive, 
 So a kernel must also return `lse`, the log of the sum of the exponentials. In the backward pass the gradient of a score
 is p (dp - dout . out) with p = e^(score - lse). If lse and out are those of the *whole* softmax, so is p, and the
 gradients of a block are right without the other blocks. Hence the contract: a backend is a pair of functions without
-autograd. Its backward gets out and lse as arguments, of this block or merged over many.
+autograd. Its backward gets out and lse as arguments, those of this block or those merged over many blocks.
 
     forward (q, k, v, options)                         -> out, lse, saved
     backward(dout, q, k, v, out, lse, saved, options)  -> dq, dk, dv
@@ -51,7 +51,7 @@ class Options(NamedTuple):
     causal: query i attends to keys 0 ... i, which needs sq == sk. Otherwise every query attends to every key.
     scale: the factor of the scores. dropout: which probabilities are dropped (kernels/rng.py); needs sq == sk.
     document_bounds: int32 [2, b, s], the begin and the end of each token's document. Queries attend to keys of their
-    own document; needs causal. A backend ignores the last two options unless its flags tell that it has them.
+    own document; needs causal. Only backends with has_dropout or masks_documents apply these two options.
     """
 
     causal: bool
@@ -64,8 +64,8 @@ class Options(NamedTuple):
 class Backend:
     """A pair of kernels under the contract of this module.
 
-    has_dropout: it applies options.dropout. masks_documents: one call takes all documents of a microbatch, by their
-    bounds. Otherwise each document has its own call.
+    has_dropout: whether it applies options.dropout. masks_documents: whether one call takes all documents of a
+    microbatch, by options.document_bounds. Otherwise each document needs a separate call.
     """
 
     name: str

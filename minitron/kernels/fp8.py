@@ -1,17 +1,17 @@
 """FP8 products of the linear layers: which tensor is cast when, and with which scale.
 
 Problem: an FP8 GEMM takes half the time of a bf16 one. But a cast reads and writes memory like any other pass. An 8-bit
-number spans few magnitudes, so each tensor needs a scale. To find it costs another pass or a collective. The idea:
+number spans few magnitudes, so each tensor needs a scale. Finding it costs another pass or a collective. The idea:
 
     cast every tensor once, for all products that read it           x: forward, weight gradient
                                                                     dy: input gradient, weight gradient
     cast weights once per optimizer step, not per microbatch        `Fp8States.update_scales` drops the casts
     gather the cast                                                 half the traffic, one scale for all ranks
-    cast in the kernels of norms, activations and their gradients   one pass less, if the scale is known before
+    cast in the kernels of norms, activations and their gradients   one pass less, if the scale is already known
 
 A scale brings a tensor's largest magnitude (amax) to the largest value of its format. There are three ways to find it:
 
-    current    read the tensor, then cast it: two passes, and a collective where ranks share a scale
+    current    read the tensor, then cast it: two passes, and a collective if ranks share the scale
     delayed    from the amax of the last 16 steps. The cast also computes the new amax. All amax of a rank enter their
                histories in one collective per step.
     block      one scale for each 128 values of a row: no collective and no history, but slower products
@@ -23,7 +23,7 @@ A recomputed forward pass casts the same values with the same scale, and adds th
 recomputation needs no special case. The first step of a run has no history, so delayed scaling works like current
 scaling there. With precision.fp8_params the optimizer casts the weight (fp8_scales.py), and this file transposes it.
 The first and last precision.fp8_bf16_layers blocks stay in the model's own format, and so does the head without
-precision.fp8_head. Some steps count what the casts lose (fp8_counts.py).
+precision.fp8_head. Some steps count the values that casts round to 0 or saturate (fp8_counts.py).
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Fp8Gemm(Gemm):
 
     dtype: that of outputs and input gradients. scaling: holds the scales of x, weight and dy at the indices `first`,
     `first` + 1 and `first` + 2; None: the backend computes them. fp8_scale: of a weight that the optimizer keeps as FP8
-    bytes; None: this object casts the weight. frozen: the weight never changes, so it is cast once, by its own
-    magnitude, without a history. counts: of the run's casts; this layer is its `name`.
+    bytes; None: this object casts the weight. frozen: the weight never changes, so it is cast once, with a scale from
+    the weight itself. counts: those of the run's casts. name: this layer's name in counts.
     """
 
     backend: TorchFp8
@@ -136,7 +136,7 @@ class Fp8Gemm(Gemm):
         return self.scaling.scale_and_amax(self.first + ROLES.index(role), update_history)
 
     def _cast_into(self, role: str, update_history: bool, columnwise: bool = False) -> CastInto | None:
-        """Return how a kernel casts its result; None if the scale or the counts need the result itself."""
+        """Return how a kernel casts its result; None if the result itself is needed, for its scale or for counts."""
         if self.scaling is None or not self.scaling.has_history or self.counts.on:
             return None
         scale, amax = self._scale(role, update_history)

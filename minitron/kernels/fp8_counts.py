@@ -1,20 +1,21 @@
-"""What casts to FP8 lose: small values that become zero, and large ones that are clipped.
+"""Count what casts to FP8 lose: small values that become zero, and large ones that are clipped.
 
-Problem: a scale that does not fit its tensor raises no error. The loss shows it late, and never which layer has it. The
-idea: some steps (log.numerics_every) compare each tensor with its cast, and count:
+Problem: a scale that does not fit its tensor raises no error. The loss shows the damage late, and does not show the
+layer. The idea: some steps (log.numerics_every) compare each tensor with its cast, and count:
 
     underflows   values that are zero only after the cast
-    overflows    values above the largest one that the scale leaves room for, so clipped. A scale that is computed
+    overflows    values that the cast clips, because times the scale they exceed the format. A scale that is computed
                  from the tensor itself clips nothing: only delayed scaling has overflows
 
     x = [3.0, 1.0, 1e-6, 0.0] as e4m3 with scale 448 / 2.0:   [448, 224, 0, 0]   1 underflow, 1 overflow, 4 elements
 
-Kernels of norms and activations do not write the values that they cast. So in these steps they leave the cast to a
-kernel of its own. On a GPU that may change the last bits of these steps. The counts are added in place to device
-tensors, so that a recorded step adds its own at each replay.
+Kernels of norms and activations do not write the values that they cast. So in these steps a separate kernel casts. On a
+GPU that may change the last bits of these steps. The counts are added in place to device tensors, so that a recorded
+step counts at each replay.
 
-A recomputed tensor is counted twice, which changes no share. A transpose has the same values and is not counted. With
-block scaling these are the casts of rows. Sources: the names and definitions of Transformer Engine's LogFp8TensorStats.
+A recomputed tensor is counted twice, which does not change percentages. A transpose has the same values and is not
+counted. With block scaling only rowwise casts are counted. Sources: the names and definitions of Transformer Engine's
+LogFp8TensorStats.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from torch import Tensor
 from minitron.config.sizes import COUNTED_AT_ONCE
 from minitron.kernels.fp8_scales import ROLES, fp8_max
 
-ROUNDING = 1 + 2.0**-20  # the largest value, times its own scale, is the limit up to float32's rounding
+ROUNDING = 1 + 2.0**-20  # the largest value times its own scale equals the limit only up to float32's rounding
 
 
 class CastCounts:
     """The counts of a rank's casts, by layer and role.
 
-    layers: the names of all layers in FP8, of all ranks; without any, nothing is counted. on: whether casts are counted
-    now. sums [layers, roles, 3] float64: underflows, overflows, elements. tops [layers, roles, 3] float32: the largest
-    amax, -1 / scale and 1 / scale.
+    layers: the names of all layers in FP8, on all ranks. If it is empty, nothing is counted. on: whether casts are
+    counted now. sums [layers, roles, 3] float64: underflows, overflows, elements. tops [layers, roles, 3] float32: the
+    largest amax, -1 / scale and 1 / scale.
     """
 
     def __init__(self, layers: Sequence[str] = (), device: torch.device | str = "cpu"):
@@ -45,7 +46,7 @@ class CastCounts:
         self.tops = torch.zeros_like(self.sums, dtype=torch.float32)
 
     def count(self, on: bool) -> None:
-        """Begin to count, from nothing; or stop."""
+        """Begin to count from zero, or stop counting."""
         self.on = on and len(self.layers) > 0
         if self.on:
             self.sums.zero_()

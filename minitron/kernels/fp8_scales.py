@@ -1,13 +1,13 @@
 """Scales of FP8 tensors that outlive one cast: those of delayed scaling, and those of weights kept as FP8 bytes.
 
 A scale is the number that brings a tensor's largest magnitude (amax) to the largest value of its format.
-`DelayedScaling` computes it from the amax of the last steps, so that it is known before the tensor. If weights are kept
-as FP8 bytes (precision.fp8_params), the optimizer casts them. It holds only slices of a weight: `WeightScales` has the
-scales, and collects the amax of the slices.
+`DelayedScaling` computes it from the amax of the last 16 steps, so that it is known before the tensor. If weights are
+kept as FP8 bytes (precision.fp8_params), the optimizer casts them. It holds only slices of a weight: `WeightScales` has
+the scales, and collects the amax of the slices.
 
-                 scale of the new weights                           their amax
-    delayed      from the histories, which all ranks share          enters the histories with those of the next step
-    current      from the new weights: data ranks all-reduce their amax before the cast
+                 scale of the updated weights                       amax of the updated weights
+    delayed      from the histories, which all ranks share          enters the histories after the next step
+    current      from this amax                                     data ranks all-reduce it before the cast
 
 A cast of the whole weight would use the same scales, so the bytes are the same.
 """
@@ -36,9 +36,9 @@ def fp8_max(fp8_dtype: torch.dtype) -> float:
 
 
 def scale_of(amax: Tensor, limits: Tensor | float) -> Tensor:
-    """Return the scales that bring `amax` to `limits`, the largest values of the formats; at most LARGEST_SCALE.
+    """Return the scales that bring `amax` to `limits`, which are the largest finite values of the formats.
 
-    The scale is 1 if amax is zero or not finite.
+    A scale is at most LARGEST_SCALE. It is 1 if amax is zero or not finite.
     """
     ordinary = (amax > 0) & (amax < math.inf)
     return (limits / amax).clamp(1 / LARGEST_SCALE, LARGEST_SCALE).masked_fill(~ordinary, 1.0)
@@ -47,9 +47,9 @@ def scale_of(amax: Tensor, limits: Tensor | float) -> Tensor:
 class DelayedScaling:
     """Scales of tensors, each from the largest amax of its tensor in the last HISTORY steps.
 
-    roles: of the tensors. axes: all ranks along them have the same scales. Ranks of tp gather each other's casts, and
-    data ranks share one history in a checkpoint. history [HISTORY, tensors], newest first, is the whole state between
-    steps.
+    roles: of the tensors. axes: all ranks along them have the same scales, because tp ranks gather each other's casts,
+    and data ranks share one history in a checkpoint. history [HISTORY, tensors], newest first, is the whole state
+    between steps.
     """
 
     def __init__(self, roles: Sequence[str], axes: Sequence[Axis], device: torch.device):
@@ -70,7 +70,7 @@ class DelayedScaling:
 
 
 def roll_histories(scalings: Sequence[DelayedScaling]) -> None:
-    """Move the amax since the last call to the histories. Once per step; collective over the scalings' axes.
+    """Move the amax since the previous call to the histories. Once per step; collective over the scalings' axes.
 
     One call serves all chunks: a pipeline rank has many chunks of few tensors each, and twenty launches per chunk would
     be bound by the host.
@@ -94,10 +94,10 @@ def _follow(scalings: Sequence[DelayedScaling], history: Tensor) -> None:
 
 
 class WeightScales:
-    """Scales of a chunk's weights that are kept as FP8 bytes. A scale changes only when its bytes change.
+    """Scales of a chunk's weights that are kept as FP8 bytes. A scale changes only when its weight's bytes change.
 
     scale, scale_inv (1 / scale) and amax (of this rank's slices) are float32 [weights]. They stay the same tensors,
-    because a recorded step reads them. delayed: the scaling that has these weights, in the same order.
+    because a recorded step reads them. delayed: the chunk's DelayedScaling, which has these weights in the same order.
 
     The optimizer calls these in one of two orders:
 
@@ -133,8 +133,8 @@ class WeightScales:
         return Fp8WeightScale(self, *(x[i : i + 1] for x in (self.scale, self.scale_inv, self.amax)))
 
     def _of_delayed(self, x: Tensor) -> Tensor:
-        """Return a view of these weights in x [tensors], which lists the tensors of each layer by role."""
-        return x[ROLES.index("weight") :: len(ROLES)][: len(self.amax)]  # the head's weight may follow
+        """Return the view of these weights in x [tensors], which has an entry per layer and role."""
+        return x[ROLES.index("weight") :: len(ROLES)][: len(self.amax)]  # without the head's weight, if it is in FP8
 
     def _set(self, scale: Tensor) -> None:
         self.scale.copy_(scale)
@@ -142,7 +142,7 @@ class WeightScales:
 
 
 class Fp8WeightScale(NamedTuple):
-    """The scale of one weight that is kept as FP8 bytes: views [1] of `scales`, which has those of the chunk."""
+    """The scale of one weight that is kept as FP8 bytes: views [1] of `scales`, which has all weights of the chunk."""
 
     scales: WeightScales
     scale: Tensor

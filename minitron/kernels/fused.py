@@ -4,15 +4,21 @@ Problem: on a GPU these operations are bound by memory traffic. If several torch
 intermediate result is written to memory and read again. The idea: one pass per operation, all intermediates in
 registers, arithmetic in float32. Import this file only on CUDA devices, where torch brings Triton.
 
-    kernel          tensors of the result's size that it reads and writes
-    add_norm        2 and 2, backward 3 and 1; with a cast 2, 1 and bytes
-    cast            1 and bytes: once rowwise, once columnwise
-    swiglu          2 and 1, backward 3 and 2; with a cast bytes instead of the result
-    gelu            1 and 1, backward 2 and 1; with a cast the same
-    rotate, merge   1 and 1, in place; 2 and 1
-    square_sum      1 and 0; sum_parts one for each part, and 1; add_rows 3 and 2, of the rows that a token has
-    cross-entropy   1 and 0, backward 1 and 1 over the logits
-    adamw           4 and 3, and the bf16 parameter; cast_master 1 and 1 of bytes
+Reads and writes in tensors of the result's size. B: an FP8 cast in bytes, and its transpose if a product needs one.
+
+                      forward: reads, writes, with cast    backward: reads, writes, with cast
+    add_norm          2      2      1 + B                  3      1
+    swiglu            2      1      B                      3      2      2 B
+    gelu              1      1      B                      2      1      B
+    cross-entropy     1      0                             1      1
+    rotate            1      1                             1      1
+    merge             2      1
+    cast              1             B
+    cast_master       1             B
+    square_sum        1      0
+    sum_parts         1 each 1
+    add_rows          3      2      of the rows whose ids occur
+    adamw             4      3      and the bf16 parameter
 """
 
 from __future__ import annotations
@@ -104,14 +110,14 @@ def _norm_sums(dy, total, rstd, mean, dx, sums, rows, h, ROWS: tl.constexpr, BLO
     dweight, dbias, ddelta_bias = zeros, zeros, zeros
     for first in range(tl.program_id(1) * ROWS, rows, tl.num_programs(1) * ROWS):
         row = first + tl.arange(0, ROWS)
-        here, inside = row < rows, (row < rows)[:, None] & (columns < h)[None, :]
+        row_mask, inside = row < rows, (row < rows)[:, None] & (columns < h)[None, :]
         at = row.to(tl.int64)[:, None] * h + columns[None, :]
         normal = tl.load(total + at, inside, other=0.0).to(tl.float32)
         grad = tl.load(dy + at, inside, other=0.0).to(tl.float32)
         if mean is not None:
-            normal -= tl.load(mean + row, here, other=0.0)[:, None]
+            normal -= tl.load(mean + row, row_mask, other=0.0)[:, None]
             dbias += grad
-        dweight += grad * normal * tl.load(rstd + row, here, other=0.0)[:, None]
+        dweight += grad * normal * tl.load(rstd + row, row_mask, other=0.0)[:, None]
         if dx is not None:
             ddelta_bias += tl.load(dx + at, inside, other=0.0).to(tl.float32)
     mine, size = sums + tl.program_id(1) * h + columns, tl.num_programs(1) * h
@@ -177,28 +183,29 @@ def add_norm_backward(
 
 
 # ---- casts to FP8, alone or with an activation -----------------------------------------------------------------------
-# A program has a tile of the result in registers. It writes the tile, its transpose (for weight gradients), the amax,
+# A program has a block of the result in registers. It writes the block, its transpose (for weight gradients), the amax,
 # and the sum over rows (for the bias's gradient). So the result is not written in bf16 and read again.
 
 
-class Tile(NamedTuple):
-    """Rows, columns and warps of a program's tile."""
+class BlockShape(NamedTuple):
+    """Rows, columns and warps of the part of a result that one program computes."""
 
     rows: int
     columns: int
     warps: int
 
 
-# Per operation, if it also writes a transpose or sums. benchmarks/casts.py times other tiles.
-TILES = {
-    "cast": Tile(64, 64, 8),
-    "gelu": Tile(64, 64, 8),
-    "gelu backward": Tile(64, 64, 8),
-    "swiglu": Tile(64, 64, 8),
-    "swiglu backward": Tile(32, 64, 4),
+GATED = {"swiglu"}  # activations whose input has two halves, gate and up
+# By operation, if it also writes a transpose or sums. benchmarks/casts.py times other shapes.
+BLOCK_SHAPES = {
+    "cast": BlockShape(64, 64, 8),
+    "gelu": BlockShape(64, 64, 8),
+    "gelu backward": BlockShape(64, 64, 8),
+    "swiglu": BlockShape(64, 64, 8),
+    "swiglu backward": BlockShape(32, 64, 4),
 }
-ROWS_ALONE = Tile(2, 2048, 8)  # of all operations without a transpose or sums; chosen by SwiGLU's times
-ONE_ROW = Tile(1, 2048, 8)  # of SwiGLU without a cast
+ROWS_ALONE = BlockShape(2, 2048, 8)  # of operations without a transpose or sums; SwiGLU is fastest with it
+ONE_ROW = BlockShape(1, 2048, 8)  # of gated activations without a cast
 
 # ---- values and gradients --------------------------------------------------------------------------------------------
 
@@ -213,7 +220,7 @@ def swiglu_gradients(gate, up, grad):
 
 @triton.jit
 def _gelu(x):
-    """Return GELU's factor of x, (1 + tanh(u)) / 2, which is sigmoid(2 u), and the derivative of 2 u."""
+    """Return GELU(x) / x, which is (1 + tanh(u)) / 2 = sigmoid(2 u), and the derivative of 2 u by x."""
     a, b = 1.5957691216057308, 0.044715  # 2 sqrt(2 / pi)
     return tl.sigmoid(a * (x + b * x * x * x)), a * (1 + 3 * b * x * x)
 
@@ -222,12 +229,12 @@ def _gelu(x):
 
 
 @triton.jit
-def _put(value, factor, rows, columns, sums, i, j, here, there, m, n):
-    """Write a tile of the [m, n] result, its transpose and its sum; return its amax.
+def _put(value, factor, rows, columns, sums, i, j, row_mask, column_mask, m, n):
+    """Write a block of the [m, n] result, its transpose and its sum; return its amax.
 
-    here, there: which rows i and columns j are in the result. `value` already has the dtype that it is rounded to.
+    row_mask, column_mask: which rows i and columns j are in the result. The caller has rounded `value` to x's dtype.
     """
-    inside = here[:, None] & there[None, :]
+    inside = row_mask[:, None] & column_mask[None, :]
     value = value.to(tl.float32)
     scaled = value if factor is None else value * factor
     small = scaled.to(rows.dtype.element_ty)  # saturates
@@ -235,19 +242,19 @@ def _put(value, factor, rows, columns, sums, i, j, here, there, m, n):
     if columns is not None:
         tl.store(columns + j.to(tl.int64)[:, None] * m + i[None, :], tl.trans(small), tl.trans(inside))
     if sums is not None:
-        tl.store(sums + tl.program_id(0).to(tl.int64) * n + j, tl.sum(tl.where(inside, value, 0.0), 0), there)
+        tl.store(sums + tl.program_id(0).to(tl.int64) * n + j, tl.sum(tl.where(inside, value, 0.0), 0), column_mask)
     return tl.max(tl.where(inside, tl.abs(value), 0.0))
 
 
 @triton.jit
 def _cast(dy, x, scale, rows, scale_inv, columns, amax, sums, m, f, OF: tl.constexpr, M: tl.constexpr, F: tl.constexpr):
-    """Cast x, its activation, or with dy the gradient of x. SwiGLU's gradient has those of gate and up side by side.
+    """Cast x, its activation, or with dy the gradient of x: for SwiGLU the gradients of gate and up side by side.
 
-    Without a scale it writes the result in the dtype of `rows`.
+    Without a scale this writes the result in the dtype of `rows`.
     """
     i, j = tl.program_id(0) * M + tl.arange(0, M), tl.program_id(1) * F + tl.arange(0, F)
-    here, there = i < m, j < f
-    inside, row, factor = here[:, None] & there[None, :], i.to(tl.int64)[:, None], None
+    row_mask, column_mask = i < m, j < f
+    inside, row, factor = row_mask[:, None] & column_mask[None, :], i.to(tl.int64)[:, None], None
     if scale is not None:
         factor = tl.load(scale)
     grad = 0.0
@@ -258,13 +265,12 @@ def _cast(dy, x, scale, rows, scale_inv, columns, amax, sums, m, f, OF: tl.const
         gate, up = tl.load(at, inside).to(tl.float32), tl.load(at + f, inside).to(tl.float32)
         if dy is None:
             value = (gate * tl.sigmoid(gate) * up).to(x.dtype.element_ty)
-            top = _put(value, factor, rows, columns, sums, i, j, here, there, m, f)
+            top = _put(value, factor, rows, columns, sums, i, j, row_mask, column_mask, m, f)
         else:
             of_gate, of_up = swiglu_gradients(gate, up, grad)
             of_gate, of_up = of_gate.to(x.dtype.element_ty), of_up.to(x.dtype.element_ty)
-            top = _put(of_gate, factor, rows, columns, sums, i, j, here, there, m, 2 * f)
-            other = _put(of_up, factor, rows, columns, sums, i, j + f, here, there, m, 2 * f)
-            top = tl.maximum(top, other)
+            top = _put(of_gate, factor, rows, columns, sums, i, j, row_mask, column_mask, m, 2 * f)
+            top = tl.maximum(top, _put(of_up, factor, rows, columns, sums, i, j + f, row_mask, column_mask, m, 2 * f))
     else:
         value = tl.load(x + row * f + j[None, :], inside)
         if OF == "gelu":
@@ -274,7 +280,7 @@ def _cast(dy, x, scale, rows, scale_inv, columns, amax, sums, m, f, OF: tl.const
                 value = (wide * half).to(x.dtype.element_ty)
             else:
                 value = (grad * (half + wide * half * (1 - half) * slope)).to(x.dtype.element_ty)
-        top = _put(value, factor, rows, columns, sums, i, j, here, there, m, f)
+        top = _put(value, factor, rows, columns, sums, i, j, row_mask, column_mask, m, f)
     if amax is not None:
         tl.atomic_max(amax, top, sem="relaxed")
     if scale_inv is not None:
@@ -283,20 +289,20 @@ def _cast(dy, x, scale, rows, scale_inv, columns, amax, sums, m, f, OF: tl.const
 
 
 def _run(of: str, dy: Tensor | None, x: Tensor, into: CastInto | None, sums: bool = False) -> tuple[Any, Tensor | None]:
-    """Run the kernel for x [..., f], or [..., 2f] for SwiGLU: (result, with `sums` its sum over rows)."""
+    """Run the kernel for x [..., f], or [..., 2f] if gated. Return the result, and with `sums` its sum over rows."""
     scale, amax, dtype, columnwise = (None, None, x.dtype, False) if into is None else into
-    tile = ONE_ROW if of == "swiglu" and into is None else ROWS_ALONE
-    tile = TILES[of if dy is None else f"{of} backward"] if columnwise or sums else tile
+    block = ONE_ROW if of in GATED and into is None else ROWS_ALONE
+    block = BLOCK_SHAPES[of if dy is None else f"{of} backward"] if columnwise or sums else block
     shape, x = x.shape[:-1], x.flatten(0, -2).contiguous()
-    m, f = x.shape[0], x.shape[1] // (2 if of == "swiglu" else 1)
+    m, f = x.shape[0], x.shape[1] // (1 + (of in GATED))
     n, dy = (f, None) if dy is None else (x.shape[1], dy.contiguous())
-    grid = triton.cdiv(m, tile.rows), triton.cdiv(f, tile.columns)
+    grid = triton.cdiv(m, block.rows), triton.cdiv(f, block.columns)
     rows = x.new_empty(m, n, dtype=dtype)
     transposed: Any = x.new_empty(n, m, dtype=dtype) if columnwise else None
     scale_inv: Any = None if scale is None else torch.empty_like(scale)
     parts = x.new_empty(grid[0], n, dtype=torch.float32) if sums else None
     tensors = dy, x, scale, rows, scale_inv, transposed, amax, parts
-    _cast[grid](*tensors, m, f, OF=of, M=tile.rows, F=tile.columns, num_warps=tile.warps)
+    _cast[grid](*tensors, m, f, OF=of, M=block.rows, F=block.columns, num_warps=block.warps)
     payload = Payload(rows, scale_inv, transposed, scale_inv if columnwise else ABSENT)
     return rows.view(*shape, n) if into is None else payload, None if parts is None else parts.sum(0)
 
@@ -441,17 +447,17 @@ def _merge(
     """Merge some rows of a head. of_out, of_lse, ...: strides over samples, heads and rows."""
     sample, head = (tl.program_id(1) // n).to(tl.int64), (tl.program_id(1) % n).to(tl.int64)
     row, channel = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, D)
-    here, inside = row < s, (row < s)[:, None] & (channel < d)[None, :]
+    row_mask, inside = row < s, (row < s)[:, None] & (channel < d)[None, :]
     lse += _at(of_lse, sample, head, row)
-    a = tl.load(lse, here, other=0.0)
-    b = tl.load(block_lse + _at(of_block_lse, sample, head, row), here, other=0.0)
+    a = tl.load(lse, row_mask, other=0.0)
+    b = tl.load(block_lse + _at(of_block_lse, sample, head, row), row_mask, other=0.0)
     row, channel = row[:, None], channel[None, :]
     out += _at(of_out, sample, head, row) + channel
     x = tl.load(out, inside).to(tl.float32)
     y = tl.load(block_out + _at(of_block, sample, head, row) + channel, inside).to(tl.float32)
     tl.store(out, x + tl.sigmoid(b - a)[:, None] * (y - x), inside)
     top = tl.maximum(a, b)
-    tl.store(lse, top + tl.log(tl.exp(a - top) + tl.exp(b - top)), here)
+    tl.store(lse, top + tl.log(tl.exp(a - top) + tl.exp(b - top)), row_mask)
 
 
 def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:

@@ -27,16 +27,16 @@ from minitron.kernels.param import Param, add_gradient
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ALONE = Axis.single()
 Product = Callable[..., Tensor]  # product(x, out) multiplies a payload x with a weight; into `out` if it is given
-ABSENT: Any = None  # a tensor that a payload lacks; typed Any, since a format knows which tensors its payloads have
+ABSENT: Any = None  # a tensor that a payload lacks. Typed Any: code of a format reads only tensors that it has
 
 
 class Payload(NamedTuple):
     """A matrix x [m, k] as GEMMs read it.
 
-    rowwise: x. The forward product (m tokens, k inputs) and the input gradient (m tokens, k outputs) sum over k.
-    columnwise: its transpose [k, m], for formats that need both layouts. The weight gradient sums over m.
-    The scales are float32 factors that the values must be multiplied by. Ordinary formats have none. FP8 has one number
-    for the whole tensor, or one per 128 summed values: [k/128, m] rowwise, [m/128, k] columnwise.
+    rowwise: x, for products that sum over k. In the forward product k is the layer's inputs, in the input gradient
+    its outputs; m is the tokens. columnwise: the transpose [k, m], for formats that need both layouts; the weight
+    gradient sums over m. The scales are float32 factors by which the values must be multiplied. Ordinary formats have
+    none. FP8 has one for the whole tensor, or one per 128 summed values: [k/128, m] rowwise, [m/128, k] columnwise.
     """
 
     rowwise: Tensor
@@ -62,11 +62,11 @@ class Payload(NamedTuple):
         return Payload(self.rowwise[m], scale)
 
     def parts(self) -> list[Tensor]:
-        """List what ranks exchange: all but scales of the whole tensor. float8 is viewed as bytes for gloo and NCCL."""
+        """List the tensors that ranks exchange. A single scale is not exchanged. float8 travels as bytes."""
         return [x if x.itemsize > 1 else x.view(torch.uint8) for i, x in enumerate(self) if not self._is_whole(i)]
 
     def of(self, parts: Iterable[Tensor]) -> Payload:
-        """Make a payload like this one from parts: of one rank, or of several, concatenated along dim 0."""
+        """Make a payload like this one from `parts`, those of one rank or of several, concatenated along dim 0."""
         each, dims = iter(parts), (0, 1, 1, 0)  # the dim of m in each field
         return Payload(*(x if self._is_whole(i) else _join(next(each), x, dims[i]) for i, x in enumerate(self)))
 
@@ -84,8 +84,8 @@ def _join(stacked: Tensor, like: Tensor, dim: int) -> Tensor:
 class CastInto(NamedTuple):
     """How a kernel casts its result to FP8.
 
-    scale [1]: the factor before the cast. amax [1]: raised to the result's largest magnitude; None: it is not needed.
-    columnwise: cast the transpose, too.
+    scale [1]: the factor before the cast. amax [1]: becomes the maximum of itself and the result's largest magnitude;
+    None: it is not needed. columnwise: whether to cast the transpose, too.
     """
 
     scale: Tensor
@@ -95,14 +95,14 @@ class CastInto(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """A layer's input that exists only as its FP8 cast. like: has its shape and dtype, for autograd, and no values."""
+    """A layer's input that exists only as its FP8 cast. like: gives autograd its shape and dtype, and has no values."""
 
     like: Tensor
     payload: Payload
 
 
 class Activation(NamedTuple):
-    """The activation of an MLP: two functions of a module of kernels (kernels/plain.py has the contract)."""
+    """The activation of an MLP: its forward and its backward (kernels/plain.py has the contract)."""
 
     forward: Callable[..., Any]
     backward: Callable[..., tuple[Any, Tensor | None]]
@@ -111,8 +111,8 @@ class Activation(NamedTuple):
 class Gemm:
     """Products in the tensors' own format (bf16, fp16, fp32).
 
-    add_product: writes or adds a product to a gradient (kernels/plain.py has the contract). fp8_scale: of a weight that
-    the optimizer keeps as FP8 bytes.
+    add_product: writes a product to a gradient or adds it (kernels/plain.py has the contract). fp8_scale: the scale of
+    a weight that the optimizer keeps as FP8 bytes.
     """
 
     fp8_scale: Fp8WeightScale | None = None
@@ -123,8 +123,8 @@ class Gemm:
     def quantize(self, x: Tensor, gather_axis: Axis = ALONE, *, columnwise: bool, update_history: bool) -> Payload:
         """Return a layer's input x [m, k] as its products read it.
 
-        gather_axis: ranks that gather x afterwards, and so need one scale. columnwise: a weight gradient reads x, too.
-        update_history: its magnitude enters the scales of later steps; False in evaluation.
+        gather_axis: ranks that gather x afterwards, and so need one scale. columnwise: whether a weight gradient reads
+        x, too. update_history: whether x's amax enters the scales of later steps; False in evaluation.
         """
         return Payload(x)
 
@@ -139,7 +139,7 @@ class Gemm:
     def forward(self, weight: Tensor, bias: Tensor | None = None) -> Product:
         """Return the product x [m, k] -> x W^T + bias [m, n], weight [n, k].
 
-        If the format needs a cast of the weight, it is made here, before the product is launched on several streams.
+        If the format needs a cast of the weight, this call makes it, before the product is launched on several streams.
         """
 
         def product(x: Payload, out: Tensor | None = None) -> Tensor:
@@ -166,7 +166,7 @@ class Gemm:
     ) -> tuple[Payload, Tensor | None]:
         """Return the gradient of `inner` as its products read it; dy [m, f] is the gradient of its activation.
 
-        sums: also return its float32 sum over rows, the gradient of the bias; else None.
+        sums: whether to return the float32 sum over rows, the gradient of the bias; otherwise that is None.
         """
         dx, total = act.backward(dy, inner, sums)
         return Payload(dx), total

@@ -7,7 +7,8 @@ reads the configuration and the device. A layer gets the result, a `Kernels`, an
     cuda     fused (Triton)          cuDNN, flash, flash-attn,    torch, or apex       Transformer Engine, or torch
                                      fused (with dropout)
     cpu      plain (torch)           flash, reference             torch                torch
-    meta     as on the CPU, attention under the GPU's name; planner/dryrun/kernels.py hides temporaries
+    meta     those of the CPU, but attention has the name of the GPU's kernel; planner/dryrun/kernels.py hides
+             temporaries
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from minitron.kernels.gemm import DTYPES, Gemm
 class Kernels:
     """The kernels of a run.
 
-    ops: the module of pointwise kernels, under the contract of kernels/plain.py. gemm: products in the model's own
-    format. adamw_: the optimizer's update. fp8: the casts and products of precision.fp8, None without it. add_now: adds
-    the time on a GPU to a total (`fused.add_now`), None elsewhere. counts: of what casts lose.
+    ops: the module of pointwise kernels, with the contract of kernels/plain.py. gemm: products in the model's own
+    format. adamw_: the optimizer's update. fp8: the casts and products of precision.fp8; None if it is none. add_now:
+    adds a GPU's clock to a total (`fused.add_now`); None without a GPU. counts: what FP8 casts lose.
     """
 
     attention: attention.Backend = attention.REFERENCE

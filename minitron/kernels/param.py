@@ -1,16 +1,16 @@
 """Facts about each parameter, and where its gradient goes.
 
 Problem: a layer makes a weight, and other parts need facts about it. Initialisation needs its distribution, and the
-optimizer needs to know whether it decays. Checkpoints need its place in the whole weight. Gradient sums need the ranks
-that have other parts of its gradient. Rules inferred from names or shapes go wrong silently. The idea: a parameter is
-an ordinary nn.Parameter with two attributes, which `new_parameter` sets:
+optimizer whether it decays. Checkpoints need its place in the whole weight. The sum of gradients needs the ranks that
+compute other parts of the weight's gradient. Rules inferred from names or shapes go wrong silently. The idea: a
+parameter is an ordinary nn.Parameter with two attributes, which `new_parameter` sets:
 
     param.spec    a ParamSpec, the facts; frozen
     param.slot    a GradSlot, where its gradient is accumulated; None until an optimizer adopts the parameter
 
-    norm weight [h], tp 2, sequence parallel    shard None, sum_over_tp: each rank saw half of the tokens
-    qkv weight [(n + 2g) d, h], tp 2            shard dim 0 in three chunks; complete on each rank
-    norm of q [d], tp 2                         shard None, sum_over_tp: each rank saw half of the heads
+    norm weight [h], tp 2, sequence parallel    shard None, sum_over_tp: the gradient is of half of the tokens
+    qkv weight [(n + 2g) d, h], tp 2            shard: dim 0 in three parts, q, k and v; the shard's gradient is whole
+    norm of q [d], tp 2                         shard None, sum_over_tp: the gradient is of half of the heads
 
 For type checkers `Param` has the two attributes. At run time it is nn.Parameter itself.
 """
@@ -71,14 +71,14 @@ class Shard:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """What a parameter is.
+    """Facts about a parameter.
 
-    name: in the whole model, the same on every rank that has the parameter. shard: how it is cut over tp; None: every
-    tp rank holds all of it. decay: whether weight decay applies. std: of its normal initialisation; None: it is filled
-    with `fill`. tied: the embedding weight that the head shares. uses: how many gradients one backward pass adds, 2 for
-    a weight that is used twice. sum_over_tp: this rank's gradient comes only from its own tokens or heads, so ranks
-    must sum it over tp. fp8_scale: of a weight that the optimizer keeps as FP8 bytes. Until the optimizer adopts it,
-    the weight is in the model's format.
+    name: its name in the whole model, the same on every rank that has the parameter. shard: how it is cut over tp;
+    None: every tp rank holds all of it. decay: whether weight decay applies. std: of its normal initialisation; None:
+    it is filled with `fill`. tied: whether it is the embedding weight that the head shares. uses: the number of
+    gradients that one backward pass adds; 2 for a weight that is used twice. sum_over_tp: this rank's gradient comes
+    only from its own tokens or heads, so ranks must sum it over tp. fp8_scale: the scale of a weight that the optimizer
+    keeps as FP8 bytes. Until the optimizer adopts it, the weight is in the model's format.
     """
 
     name: str = ""
@@ -99,7 +99,8 @@ class GradSlot:
     bucket can be reduced. overwrite: the next gradient replaces what main_grad holds, the sum of the step before.
 
     Nothing zeroes main_grad. The end of a step, or of a pass that is given up, sets `overwrite`
-    (`Gradients.finish`, `Gradients.reset`), and the next gradient clears it. Reports count in a chunk's last backward.
+    (`Gradients.finish`, `Gradients.reset`), and the next gradient clears it. The bucket counts a report only in a
+    chunk's last backward.
     """
 
     __slots__ = ("main_grad", "notify", "overwrite")
@@ -132,7 +133,7 @@ def named_params_of(module: nn.Module) -> Iterator[tuple[str, Param]]:
 def add_gradient(param: Param, write: Callable[..., object]) -> Tensor | None:
     """Add a gradient to the parameter's main_grad and notify its bucket. Without a slot return it, for autograd.
 
-    write(out, add=...) writes the gradient to `out`, or adds it.
+    write(out, add=...) writes the gradient to `out`, or adds it to `out`.
     """
     slot = param.slot
     if slot is None:

@@ -42,7 +42,7 @@ Rope = tuple[Tensor, Tensor]  # cos and sin, [s, b or 1, 1, d/2] float32
 
 
 def add_norm(terms: Terms, weight: Tensor, bias: Tensor | None, eps: float, into: CastInto | None = None) -> Normed:
-    """Compute total = x + delta + delta_bias and its RMSNorm, or with `bias` its LayerNorm. Without delta total is x.
+    """Compute total = x + delta + delta_bias and its norm: LayerNorm with `bias`, else RMSNorm. No delta: total is x.
 
     terms: x, delta [..., h] and delta_bias [h]. weight, bias [h]. Returns total and y [..., h] in x's dtype, and
     float32 statistics for the backward. y is the norm of the rounded total. Statistics: [1, ...] 1 / (root mean
@@ -89,7 +89,8 @@ def add_norm_backward(
 # ---- activations -----------------------------------------------------------------------------------------------------
 # A backward returns the gradient dx of the input. sums: also return the float32 sum of dx over all dims but the last,
 # the gradient of a bias before the activation. into: return the cast of the result, a matrix, instead of the result.
-# The result is rounded to x's dtype before the cast. NaN and infinity must stay: a step that has them is skipped.
+# The result is rounded to x's dtype before the cast. Keep NaN and infinity in the result: they make the optimizer skip
+# the step.
 
 
 def swiglu_forward(x: Tensor, into: CastInto | None = None) -> Tensor | Payload:
@@ -191,7 +192,8 @@ def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
 def sum_parts(parts: Tensor, onto: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """Sum [p, ...] over p, in float32 or better, and round once.
 
-    onto [...]: add the sum to it, in place; return it. out [...]: leave `onto` as it is, and write and return this.
+    onto [...]: add the sum to it in place, and return it. out [...]: write onto + the sum to `out` instead, and return
+    `out`; `onto` does not change.
     """
     wide = torch.promote_types(parts.dtype, torch.float32)
     if onto is None:
@@ -200,7 +202,7 @@ def sum_parts(parts: Tensor, onto: Tensor | None = None, out: Tensor | None = No
 
 
 def square_sum(x: Tensor) -> Tensor:
-    """Sum the squares, 0-d float64: a float32 sum of 10 million squares is 4e-4 off on a CPU."""
+    """Sum the squares, 0-d float64: float32 sums of many squares are inexact on a CPU."""
     return torch._foreach_norm([x], 2, torch.float64)[0].square()
 
 
@@ -208,7 +210,7 @@ def square_sum(x: Tensor) -> Tensor:
 
 
 def add_product(out: Tensor, dy: Tensor, x: Tensor, *, add: bool) -> None:
-    """Write dy^T x to out [n, k], or `add` it; dy [m, n], x [m, k]. Without `add`, out may contain NaN before.
+    """Write dy^T x to out [n, k], or `add` it; dy [m, n], x [m, k]. Without `add` the old out may even be NaN.
 
     out is float32 or wider; or it has the 16-bit dtype of dy and x, and the float32 sum is rounded once.
     """
@@ -223,7 +225,7 @@ def add_product(out: Tensor, dy: Tensor, x: Tensor, *, add: bool) -> None:
 
 
 def add_rows_(table: Tensor, ids: Tensor, first: int, rows: Tensor, in_order: bool = False) -> Tensor:
-    """Add each row to table[id - first], if the id is within the table.  table [v, h], ids [...], rows [..., h].
+    """Add each row to table[id - first], if the id is within the table. table [v, h], ids [...], rows [..., h].
 
     in_order: add rows in a fixed order, so that sums on two ranks or in two runs are equal bit by bit. For a 16-bit
     table rows are summed in float32 and rounded once, as torch does on a CPU; bf16 sums would lose small terms.
@@ -277,7 +279,7 @@ def _local(labels: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
 def cast_master(master: Tensor, scale: Tensor, out: Tensor | None, amax: Tensor | None) -> None:
     """Round masters [n] to bf16, as the model has them, and cast them times scale [1] to `out` [n], an FP8 dtype.
 
-    amax [1] is raised to their largest magnitude. out or amax may be None.
+    amax [1] becomes the maximum of itself and their largest magnitude. out or amax may be None.
     """
     rounded = master.bfloat16().unsqueeze(0)
     if amax is not None:

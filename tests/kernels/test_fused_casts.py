@@ -115,7 +115,7 @@ def norms(layer_norm, delta, kind):
 def test_kernels_compile_for_hopper(of):
     from minitron.kernels import fused
 
-    tile, kernel = fused.TILES[of], fused._cast
+    tile, kernel = fused.BLOCK_SHAPES[of], fused._cast
     values: dict[str, object] = dict(OF=of.removesuffix(" backward"), M=tile.rows, F=tile.columns)
     types = dict(dy="*bf16", x="*bf16", rows="*fp8e5", columns="*fp8e5", m="i32", f="i32") | dict.fromkeys(
         ("scale", "scale_inv", "amax", "sums"), "*fp32"

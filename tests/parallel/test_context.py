@@ -322,7 +322,7 @@ def test_one_rank_takes_a_sequence_of_any_length():
 
 @pytest.mark.parametrize(
     "args, message",
-    [((12, 4, 0, "ring"), "12 positions in 8 equal chunks"), ((10, 4, 0, "ulysses"), "10 positions in 4 equal chunks")],
+    [((12, 4, 0, "ring"), "12 positions in 8 equal pieces"), ((10, 4, 0, "ulysses"), "10 positions in 4 equal pieces")],
 )
 def test_positions_that_do_not_exist(args, message):
     with pytest.raises(AssertionError) as error:
