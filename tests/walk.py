@@ -10,22 +10,28 @@ its dotted path, as in mistakes.toml.
 
 import ast
 import re
+import sys
 from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
 from types import NoneType
 from typing import Literal, get_args, get_origin
+from unittest import mock
 
 import numpy as np
 import yaml
 
 from definitions import Sources
+from minitron.comm.handle import Handle
 from minitron.comm.mesh import AXES, Mesh
 from minitron.config.cli import load
 from minitron.config.describe import json_schema
-from minitron.config.schema import Shares, keys
+from minitron.config.schema import Config, Shares, keys
+from minitron.data.batch import Batch
 from minitron.data.gpt import Sample
 from minitron.data.loader import Loader
+from minitron.optim import buckets as optim_buckets
+from minitron.optim import slices
 from minitron.optim.buckets import bucket_key, plan_buckets
 from minitron.parallel.tiles import local_positions, ring_tiles
 from minitron.pipeline.schedule import make
@@ -50,24 +56,12 @@ CFG = load([*MODEL.split(), *SIZES.split(), *LAYOUT.split(), "data.source=mock"]
 
 
 def sample() -> str:
-    """Which samples and positions of the first step each data and context rank reads."""
-
-    class Numbered:
-        """Sample i consists of the tokens i, so that a batch shows what it was made of."""
-
-        def __len__(self):
-            return CFG.train.global_batch_size
-
-        def __getitem__(self, i):
-            return Sample(np.full(CFG.train.seq_len + 1, i), np.zeros(0, np.int64))
-
+    """Which samples and positions of the first step each dp and cp rank reads."""
     rows = []
     for rank in range(WORLD // 2):
         mesh = offline(rank)
         if mesh.tp.rank == 0:
-            loader = Loader(Numbered(), CFG, mesh)
-            batches = loader.step(0, 1)
-            loader.close()
+            batches = first_step(CFG, mesh)
             drawn = "  ".join(str(batch.tokens[0, 0].item()) for batch in batches)
             positions = ranges(batches[0].order.tolist())
             rows.append(f"dp {mesh.dp.rank} cp {mesh.cp.rank}    samples {drawn}    positions {positions}")
@@ -76,11 +70,12 @@ def sample() -> str:
 
 def mesh() -> str:
     """The ranks of the example by their coordinates."""
-    rows = []
+    cells = []
     for rank in range(0, WORLD, 2):
         here = offline(rank)
         place = "   ".join(f"{name} {getattr(here, name).rank}" for name in AXES[:-1])
-        rows.append(f"{place}   ranks {here.tp.ranks[0]:2} {here.tp.ranks[1]:2}")
+        cells.append(f"{place}   ranks {here.tp.ranks[0]:2} {here.tp.ranks[1]:2}")
+    rows = [f"{first}      {second}" for first, second in zip(cells, cells[len(cells) // 2 :])]
     last = offline(5)
     axes = ", ".join(f"{name} {getattr(last, name).ranks}" for name in (*AXES, "dp_cp"))
     return "\n".join([*rows, "", f"rank 5: {axes}"])
@@ -95,7 +90,7 @@ def parameters() -> str:
         cut = "whole on each rank"
         if shard is not None:
             whole[shard.dim] *= 2
-            cut = f"dim {shard.dim} in chunks of {', '.join(map(str, shard.chunks))}, each halved"
+            cut = f"dim {shard.dim} in parts of {', '.join(map(str, shard.chunks))}, each halved"
         rows.append(f"{name:22} {str(whole):9} -> {str(list(param.shape)):9} {cut}")
     return "\n".join(rows)
 
@@ -145,6 +140,41 @@ def pipeline() -> str:
     return draw_text(simulate(make(2, 1, CFG.num_microbatches(2), "1f1b"), 1.0, 2.0, 0.0, None))
 
 
+# The calls of one weight gradient, from the layer's backward to the reduce-scatter.
+CALLS = {
+    "RowOp.backward": "computes the input's gradient, then the weight's",
+    "Gemm.weight_grad": "passes on the product dy^T x, as a function that adds it to a tensor",
+    "add_gradient": "calls this function with main_grad; a step's first product overwrites it",
+    "Bucket.report": "is slot.notify; counts the gradient in the chunk's last backward",
+    "Bucket.reduce": "is called by the report of the bucket's last gradient",
+    "ProcessGroupSlices.reduce": "sums within a node, and then between nodes if they are two levels",
+    "reduce_scatter_into": "starts the sum of grad_slice; Gradients.finish waits for it",
+}
+
+
+def weight_gradient() -> str:
+    """The calls of a weight gradient that completes a bucket, as they are on the stack at the reduce-scatter."""
+    stack, cfg = [], load([*MODEL.split(), *SIZES.split(), "data.source=mock"])
+
+    def reduce_scatter_into(*_, **__):
+        frame, names = sys._getframe(), []
+        while frame is not None:
+            names.append((frame.f_code.co_qualname.rpartition(".<locals>.")[2], Path(frame.f_code.co_filename)))
+            frame = frame.f_back
+        first = next((i for i, (name, _) in enumerate(names) if name == "RowOp.backward"), -1)
+        stack[:] = stack or names[: first + 1][::-1]
+        return Handle()
+
+    with (
+        mock.patch.object(optim_buckets, "bucket_limit", lambda _: 1),
+        mock.patch.object(slices, "reduce_scatter_into", reduce_scatter_into),
+    ):
+        trainer = build(cfg, offline(0, 1, tp=1))
+        trainer.runner.forward_backward(first_step(cfg, trainer.mesh))
+    homes = [*(home.relative_to(ROOT / "minitron") for _, home in stack[:-1]), Path("comm/collectives.py")]
+    return "\n".join(f"{name:29} {home!s:20} {CALLS[name]}" for (name, _), home in zip(stack, homes))
+
+
 def buckets() -> str:
     """Who updates which elements of the first stage's largest bucket."""
     chunk = build(load([*MODEL.split(), *SIZES.split()]), offline(0, 2, tp=2)).chunks[0]
@@ -154,9 +184,27 @@ def buckets() -> str:
     for rank in range(plan.ranks):
         mine = plan.slice_of(rank)
         rows.append(f"dp_cp {rank} sums and updates elements {mine.start} to {mine.stop}:")
-        for span, first, last in plan.owned(rank):
-            rows.append(f"    {span.name}[{first - span.start}:{last - span.start}]")
+        owned = [f"{span.name}[{first - span.start}:{last - span.start}]" for span, first, last in plan.owned(rank)]
+        rows += [f"    {' '.join(f'{part:38}' for part in owned[i : i + 2])}".rstrip() for i in range(0, len(owned), 2)]
     return "\n".join(rows)
+
+
+class Numbered:
+    """Sample i consists of the tokens i, so that a batch shows what it was made of."""
+
+    def __len__(self):
+        return CFG.train.global_batch_size
+
+    def __getitem__(self, i):
+        return Sample(np.full(CFG.train.seq_len + 1, i), np.zeros(0, np.int64))
+
+
+def first_step(cfg: Config, mesh: Mesh) -> list[Batch]:
+    """A rank's microbatches of the first step."""
+    loader = Loader(Numbered(), cfg, mesh)
+    batches = loader.step(0, 1)
+    loader.close()
+    return batches
 
 
 def offline(rank: int, world: int = WORLD, **sizes: int) -> Mesh:

@@ -243,7 +243,7 @@ def failure(cfg, plant_heads=0):
             0,
             "is not divisible by the 3 ranks of axis 'tp'",
         ),
-        (settings(LLAMA, parallel=dict(cp=3), train=dict(seq_len=31)), 0, "31 positions in 6 equal chunks"),
+        (settings(LLAMA, parallel=dict(cp=3), train=dict(seq_len=31)), 0, "31 positions in 6 equal pieces"),
         (settings(LLAMA, parallel=dict(pp=3, vp=3)), 0, "leaves stages empty"),
         (settings(LLAMA), 1, "split_with_sizes expects split_sizes to sum exactly to"),
     ],
