@@ -215,7 +215,7 @@ class Broken(CpuRecorder):
             return SimpleNamespace(nodes=0)
         if self.trainer.mesh.world.size == 1:
             slot = next(p.slot for p in self.trainer.chunks[0].blocks["0"].parameters())
-            with mock.patch.object(slot, "notify", side_effect=RuntimeError("operation not permitted")):
+            with mock.patch.object(slot, "report", side_effect=RuntimeError("operation not permitted")):
                 work()
         raise RuntimeError("operation not permitted")
 

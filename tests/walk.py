@@ -145,7 +145,7 @@ CALLS = {
     "RowOp.backward": "computes the input's gradient, then the weight's",
     "Gemm.weight_grad": "passes on the product dy^T x, as a function that adds it to a tensor",
     "add_gradient": "calls this function with main_grad; a step's first product overwrites it",
-    "Bucket.report": "is slot.notify; counts the gradient in the chunk's last backward",
+    "Bucket.report": "is slot.report; counts the gradient in the chunk's last backward",
     "Bucket.reduce": "is called by the report of the bucket's last gradient",
     "ProcessGroupSlices.reduce": "sums within a node, and then between nodes if they are two levels",
     "reduce_scatter_into": "starts the sum of grad_slice; Gradients.finish waits for it",

@@ -95,7 +95,7 @@ class ParamSpec:
 class GradSlot:
     """Where a parameter's gradient is accumulated.
 
-    main_grad: a view into the optimizer's flat buffer of gradients. notify: call it after each gradient, so that the
+    main_grad: a view into the optimizer's flat buffer of gradients. report: call it after each gradient, so that the
     bucket can be reduced. overwrite: the next gradient replaces what main_grad holds, the sum of the step before.
 
     Nothing zeroes main_grad. The end of a step, or of a pass that is given up, sets `overwrite`
@@ -103,10 +103,10 @@ class GradSlot:
     chunk's last backward.
     """
 
-    __slots__ = ("main_grad", "notify", "overwrite")
+    __slots__ = ("main_grad", "report", "overwrite")
 
-    def __init__(self, main_grad: Tensor, notify: Callable[[], None]):
-        self.main_grad, self.notify, self.overwrite = main_grad, notify, True
+    def __init__(self, main_grad: Tensor, report: Callable[[], None]):
+        self.main_grad, self.report, self.overwrite = main_grad, report, True
 
 
 def new_parameter(shape: tuple[int, ...], spec: ParamSpec, dtype: torch.dtype, device: torch.device) -> Param:
@@ -131,7 +131,7 @@ def named_params_of(module: nn.Module) -> Iterator[tuple[str, Param]]:
 
 
 def add_gradient(param: Param, write: Callable[..., object]) -> Tensor | None:
-    """Add a gradient to the parameter's main_grad and notify its bucket. Without a slot return it, for autograd.
+    """Add a gradient to the parameter's main_grad and report it to its bucket. Without a slot return it, for autograd.
 
     write(out, add=...) writes the gradient to `out`, or adds it to `out`.
     """
@@ -141,7 +141,7 @@ def add_gradient(param: Param, write: Callable[..., object]) -> Tensor | None:
         return grad
     add, slot.overwrite = not slot.overwrite, False
     write(slot.main_grad, add=add)
-    slot.notify()
+    slot.report()
     return None
 
 

@@ -4,7 +4,7 @@ Problem: a model has thousands of parameters. A collective, a norm and an update
 a reduction after the backward would leave the network idle until then. The idea:
   1. Parameters of one kind (dtype, weight decay, replicated over tp, tied) are laid out in a flat buffer. Their
      gradients have a second buffer with the same layout. `param.data` and `param.slot.main_grad` are views.
-  2. A layer's backward adds its weight gradient to `main_grad` and calls `param.slot.notify`, which is `Bucket.report`.
+  2. A layer's backward adds its weight gradient to `main_grad` and calls `param.slot.report`, which is `Bucket.report`.
   3. In the chunk's last backward `report` starts the bucket's reduce-scatter over dp_cp when all its gradients are
      in main_grad (`Bucket.reduce`). Each rank keeps the sum of one slice.
   4. The optimizer updates this slice of the parameters (ZeRO-1). `Bucket.start_gather` gathers the other slices.

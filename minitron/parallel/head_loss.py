@@ -110,6 +110,6 @@ class _InPieces(torch.autograd.Function):
         """Return the gradients that the forward made. They already contain the factor loss_grad, which equals dloss."""
         (dx,), slot, dws = ctx.saved_tensors, ctx.weight.slot, ctx.dws
         if dws and slot is not None:
-            slot.notify()
+            slot.report()
         dw = torch.stack(dws).sum(0) if dws and slot is None else None
         return dx, dw, None, None, None

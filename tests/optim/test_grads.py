@@ -418,7 +418,7 @@ def test_a_parameter_that_never_reports_is_named():
     toy.gradients.begin_backward(0, last=True)
     for param in toy.chunks[0].parameters():
         for _ in range(param.spec.uses - (param.spec.name == "block0.norm")):
-            param.slot.notify()
+            param.slot.report()
     with pytest.raises(AssertionError, match="no gradient came for block0.norm$"):
         toy.gradients.finish()
 
@@ -427,7 +427,7 @@ def test_a_tied_weight_reports_both_of_its_uses():
     toy = Toy(Mesh.offline())
     toy.gradients.begin_backward(0, last=True)
     for param in toy.chunks[0].parameters():
-        param.slot.notify()
+        param.slot.report()
     with pytest.raises(AssertionError, match=f"no gradient came for {re.escape(TIED)}$"):
         toy.gradients.finish()
 
@@ -435,11 +435,11 @@ def test_a_tied_weight_reports_both_of_its_uses():
 def test_a_parameter_that_reports_too_often_is_named():
     toy = Toy(Mesh.offline())
     norm = next(p for p in toy.chunks[0].parameters() if p.spec.name == "block0.norm")
-    norm.slot.notify()  # before the last backward nobody counts
+    norm.slot.report()  # before the last backward nobody counts
     toy.gradients.begin_backward(0, last=True)
-    norm.slot.notify()
+    norm.slot.report()
     with pytest.raises(AssertionError, match="block0.norm reported more gradients than its uses=1"):
-        norm.slot.notify()
+        norm.slot.report()
 
 
 class OneByOne(ProcessGroupSlices):
