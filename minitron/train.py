@@ -109,7 +109,7 @@ class Trainer:
     @property
     def shared_bytes(self) -> int:
         """GPU memory that ranks of a node share, which torch's allocator does not count."""
-        return self.chunks[0].context.comm.nbytes + self.gradients.slices.nbytes
+        return self.chunks[0].context.comm.nbytes + self.gradients.slice_comm.nbytes
 
     def describe(self) -> str:
         """Describe the model, the layout and the kernels in one line."""
@@ -122,7 +122,7 @@ class Trainer:
             f"{here / 1e6:.2f} M parameters on rank {mesh.rank}{frozen} | tp {mesh.tp.size} pp {mesh.pp.size} "
             f"vp {len(self.chunks)} cp {mesh.cp.size} dp {mesh.dp.size} | {self.cfg.precision.dtype}, "
             f"{self.kernels.names}, tp: {self.chunks[0].context.comm.name}, "
-            f"dp: {self.gradients.slices.name}"
+            f"dp: {self.gradients.slice_comm.name}"
         )
 
 

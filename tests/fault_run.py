@@ -258,7 +258,7 @@ def wrong(rank, step, factor):
     reduce, replay, done = Bucket.reduce, Replay.forward_backward, set()
 
     def spoil(bucket):
-        if os.environ["RANK"] == rank and bucket.slices.axis.activity.step == int(step) and id(bucket) not in done:
+        if os.environ["RANK"] == rank and bucket.slice_comm.axis.activity.step == int(step) and id(bucket) not in done:
             done.add(id(bucket))
             for param in bucket.params.values():  # between them is padding, which stays 0
                 param.slot.main_grad.mul_(float(factor))

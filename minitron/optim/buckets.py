@@ -46,7 +46,7 @@ from minitron.config.sizes import bucket_limit
 from minitron.kernels.fp8_scales import FP8_DTYPES
 from minitron.kernels.kernels import Kernels
 from minitron.kernels.param import GradSlot, Param, params_of
-from minitron.optim.slices import ProcessGroupSlices, choose_slices
+from minitron.optim.slices import ProcessGroupSliceComm, choose_slice_comm
 
 # Elements. GEMMs and NCCL use wide loads: parameters and slices start on 256 bytes in bf16, on 128 in FP8.
 ALIGNMENT = 128
@@ -149,7 +149,7 @@ class Bucket:
     data [size] in the parameters' dtype (FP8 as bytes), grad [size] in grad_dtype. data_slice [size / dp_cp] is a view
     of data. grad_slice [size / dp_cp] holds the sum over data ranks from `Gradients.finish` to the next step's first
     gradient. It is float32 if it is summed over data or tp ranks, and a view of grad if the dtypes are equal. square:
-    0-d float64, the squared norm of grad_slice, which the slices' stream computes right after the reduction if
+    0-d float64, the squared norm of grad_slice, which slice_comm.stream computes right after the reduction if
     early_norm is set.
     """
 
@@ -157,20 +157,20 @@ class Bucket:
         self,
         plan: BucketPlan,
         params: dict[str, Param],
-        slices: ProcessGroupSlices,
+        slice_comm: ProcessGroupSliceComm,
         overlap: bool,
         grad_dtype: torch.dtype,
         square_sum: Callable[[Tensor], Tensor],
         mesh: Mesh,
     ):
-        self.plan, self.key, self.slices, self.overlap = plan, plan.key, slices, overlap
-        self.square_sum, self.stream = square_sum, slices.stream
+        self.plan, self.key, self.slice_comm, self.overlap = plan, plan.key, slice_comm, overlap
+        self.square_sum, self.stream = square_sum, slice_comm.stream
         # Over tp or `embedding` the slice is summed later, so its norm is not known yet.
         self.early_norm = self.stream is not None and not (plan.key.tied or plan.key.sum_over_tp)
         self.params = {span.name: params[span.name] for span in plan.spans}
         in_fp8 = plan.key.dtype == FP8_DTYPES["weight"]
-        self.data = slices.zeros(plan.size, torch.uint8 if in_fp8 else plan.key.dtype)  # no collective supports FP8
-        self.grad = slices.zeros(plan.size, grad_dtype)
+        self.data = slice_comm.zeros(plan.size, torch.uint8 if in_fp8 else plan.key.dtype)  # no collective supports FP8
+        self.grad = slice_comm.zeros(plan.size, grad_dtype)
         mine = plan.slice_of(mesh.dp_cp.rank)
         self.data_slice, self.grad_slice = self.data[mine], self.grad[mine]
         if mesh.dp_cp.size > 1 or plan.key.sum_over_tp:
@@ -198,7 +198,7 @@ class Bucket:
 
     def _first_values(self) -> Tensor:
         """Return this rank's slice of the first values, float32."""
-        values, rank = torch.zeros_like(self.data_slice, dtype=torch.float32), self.slices.axis.rank
+        values, rank = torch.zeros_like(self.data_slice, dtype=torch.float32), self.slice_comm.axis.rank
         base = self.plan.slice_of(rank).start
         for span, first, last in self.plan.owned(rank):
             part = self.params[span.name].detach().view(-1)[first - span.start : last - span.start]
@@ -232,7 +232,7 @@ class Bucket:
 
     def reduce(self) -> None:
         """Start the reduce-scatter, and the squared norm of its result."""
-        self.reduction = self.slices.reduce(self.grad, self.grad_slice)
+        self.reduction = self.slice_comm.reduce(self.grad, self.grad_slice)
         if self.early_norm and self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
@@ -241,7 +241,7 @@ class Bucket:
 
     def start_gather(self) -> None:
         """Start the all-gather of the parameters."""
-        self.gather = self.slices.gather(self.data, self.data_slice)
+        self.gather = self.slice_comm.gather(self.data, self.data_slice)
         if self.gathered is not None:
             with torch.cuda.stream(self.stream):
                 self.gather.wait()
@@ -256,9 +256,9 @@ class Bucket:
     def wait_gather(self) -> None:
         """Wait for the parameters, if a gather is under way."""
         if not self.gather.done:
-            self.slices.axis.activity.pause()
+            self.slice_comm.axis.activity.pause()
             self.gather.wait()
-            self.slices.axis.activity.resume()
+            self.slice_comm.axis.activity.resume()
 
 
 # ---- all buckets of this rank ---------------------------------------------------------------------------------------
@@ -316,9 +316,9 @@ class Gradients:
         every = [plan for _, plans in planned for plan in plans]
         nbytes = sum(plan.size * (dtype.itemsize + plan.key.dtype.itemsize) for plan in every)
         largest = max((plan.size for plan in every), default=0)
-        self.slices = choose_slices(nbytes, mesh, dtype, largest, overlap, kernels.ops.sum_parts)
+        self.slice_comm = comm = choose_slice_comm(nbytes, mesh, dtype, largest, overlap, kernels.ops.sum_parts)
         for chunk, (named, plans) in zip(chunks, planned):
-            buckets = [Bucket(plan, named, self.slices, overlap, dtype, kernels.ops.square_sum, mesh) for plan in plans]
+            buckets = [Bucket(plan, named, comm, overlap, dtype, kernels.ops.square_sum, mesh) for plan in plans]
             self.chunks.append(buckets)
             self.buckets += buckets
             if overlap and mesh.dp_cp.size > 1:
@@ -352,9 +352,9 @@ class Gradients:
         for bucket in self.buckets:
             bucket.reduction.wait()
             bucket.end_step()
-        self.slices.reduced()
-        if self.slices.stream is not None:
-            torch.cuda.current_stream().wait_stream(self.slices.stream)
+        self.slice_comm.reduced()
+        if self.slice_comm.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.slice_comm.stream)
         recording = self.mesh.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if not (self.copies_compared or recording):  # a comparison reads its result on the host
             self._refuse_equal_copies()
@@ -403,7 +403,7 @@ class Gradients:
 
         A recorded pass must contain these waits. A pass whose recording failed has not waited.
         """
-        self.slices.reduced()
+        self.slice_comm.reduced()
         for bucket in self.buckets:
             bucket.reduction = Handle(bucket.grad_slice)
             bucket.end_step()

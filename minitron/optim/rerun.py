@@ -165,9 +165,9 @@ class Rerun:
         loss_sum, _ = local_totals(self.mesh, loss_sum.double(), batches)
         own, of_node, summed = torch.zeros(3, dtype=torch.float64, device=loss_sum.device)
         for bucket in self.gradients.buckets:
-            for part in bucket.slices.unsummed(bucket.grad):
+            for part in bucket.slice_comm.unsummed(bucket.grad):
                 own += bucket.square_sum(part)
-            for part in bucket.slices.of_other_nodes(bucket.grad):
+            for part in bucket.slice_comm.of_other_nodes(bucket.grad):
                 of_node += bucket.square_sum(part)
             if not (bucket.key.sum_over_tp or bucket.key.tied):  # those are sums over other axes, too
                 total = summed if self.mesh.dp_cp.size > 1 else own

@@ -42,7 +42,7 @@ def add_rounded(total: Tensor, parts: Tensor, sum_parts: SumParts) -> None:
         sum_parts(some, total)
 
 
-class ProcessGroupSlices:
+class ProcessGroupSliceComm:
     """Reduces and gathers slices by the collectives of the process group, on any device.
 
     dtype: of gradients. largest: elements of the largest bucket. stream: on a GPU with overlap, runs the operations
@@ -139,7 +139,7 @@ class ProcessGroupSlices:
         add_rounded(out, received.view(self.across.size, -1), self._sum_parts)
 
 
-class SymmetricMemorySlices(ProcessGroupSlices):
+class SymmetricMemorySliceComm(ProcessGroupSliceComm):
     """Copies slices within a node by copy engines. The constructor is collective over mesh.local.
 
     nbytes: of all buffers together.
@@ -217,13 +217,13 @@ class SymmetricMemorySlices(ProcessGroupSlices):
         return self._memory.view(rank, mine.shape, mine.dtype, int(mine.storage_offset()))
 
 
-def choose_slices(
+def choose_slice_comm(
     nbytes: int, mesh: Mesh, dtype: torch.dtype, largest: int, overlap: bool, sum_parts: SumParts
-) -> ProcessGroupSlices:
-    """Choose SymmetricMemorySlices between GPUs of a node that read each other's memory. Collective over mesh.local.
+) -> ProcessGroupSliceComm:
+    """Choose SymmetricMemorySliceComm between GPUs of a node that read each other's memory. Collective over mesh.local.
 
-    nbytes: of all buffers together. See ProcessGroupSlices for the others.
+    nbytes: of all buffers together. See ProcessGroupSliceComm for the others.
     """
     if overlap and nbytes and can_access_peers(mesh.local, mesh.device):  # a stage may train nothing
-        return SymmetricMemorySlices(nbytes, mesh, dtype, largest, overlap, sum_parts)
-    return ProcessGroupSlices(mesh, dtype, largest, overlap, sum_parts)
+        return SymmetricMemorySliceComm(nbytes, mesh, dtype, largest, overlap, sum_parts)
+    return ProcessGroupSliceComm(mesh, dtype, largest, overlap, sum_parts)

@@ -26,7 +26,7 @@ from minitron.kernels.kernels import PLAIN
 from minitron.kernels.param import ParamSpec, Shard, accumulate
 from minitron.optim import buckets
 from minitron.optim.buckets import ALIGNMENT, BucketKey, Gradients, plan_buckets
-from minitron.optim.slices import ProcessGroupSlices
+from minitron.optim.slices import ProcessGroupSliceComm
 from minitron.testing import assert_close_rel
 
 SAMPLES, PARTS = 4, 4  # of a global batch, of a sequence
@@ -442,7 +442,7 @@ def test_a_parameter_that_reports_too_often_is_named():
         norm.slot.report()
 
 
-class OneByOne(ProcessGroupSlices):
+class OneByOne(ProcessGroupSliceComm):
     """As between GPUs, a reduction waits for the one before. Outside of a pass that did not run, its never come."""
 
     before, ran = Handle(), True
@@ -461,17 +461,17 @@ class OneByOne(ProcessGroupSlices):
 @pytest.mark.parametrize("units", range(len(UNITS) + 1))
 def test_a_pass_that_was_given_up_leaves_nothing_for_the_next(monkeypatch, units):
     """A recording failed after so many units of its last backward: the next eager step has the sums of its own."""
-    monkeypatch.setattr(buckets, "choose_slices", lambda nbytes, *args: OneByOne(*args))
+    monkeypatch.setattr(buckets, "choose_slice_comm", lambda nbytes, *args: OneByOne(*args))
     toy = Toy(Mesh.offline())
     (chunk,) = toy.chunks
     for unit in chunk.units():
         unit()
-    toy.gradients.slices.ran = False
+    toy.gradients.slice_comm.ran = False
     toy.gradients.begin_backward(0, last=True)
     for unit in list(reversed(list(chunk.units())))[:units]:
         unit.backward(7, 0, toy.parts, 1.0)
     toy.gradients.reset()
-    toy.gradients.slices.ran = True
+    toy.gradients.slice_comm.ran = True
     toy.accumulate(step=0)
     toy.gradients.finish()
     expected = twin_gradients({name: spec.initial() for name, spec in SPECS.items()}, 0)

@@ -23,7 +23,7 @@ from minitron.model import gpt
 from minitron.model.layers import split_heads
 from minitron.optim import replicas
 from minitron.optim.replicas import ReplicasDiffer, checksum
-from minitron.optim.slices import ProcessGroupSlices
+from minitron.optim.slices import ProcessGroupSliceComm
 from minitron.planner.dryrun.dryrun import Recorder, recorded
 from minitron.pretrain import open_weights
 from minitron.runtime.log import Log
@@ -66,18 +66,18 @@ class NormedHeads(gpt.Attention):
 
 
 def late_gather(slices, buffer, own):
-    """ProcessGroupSlices.gather that moves nothing before somebody waits for it."""
+    """ProcessGroupSliceComm.gather that moves nothing before somebody waits for it."""
     return Handle(waits=[partial(all_gather_into, buffer, own, slices.axis)])
 
 
-def run(cfg, spoil=None, attention=gpt.Attention, gather=ProcessGroupSlices.gather, stop_at=None):
+def run(cfg, spoil=None, attention=gpt.Attention, gather=ProcessGroupSliceComm.gather, stop_at=None):
     """Train on this rank: what ReplicasDiffer said ("": nothing differed), what comparisons communicated, parameters.
 
     spoil: called with the trainer after each step. stop_at: the step after which a signal comes.
     """
     with adapters_that_do_something(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpt, "Attention", attention)
-        patch.setattr(ProcessGroupSlices, "gather", gather)
+        patch.setattr(ProcessGroupSliceComm, "gather", gather)
         return train_here(cfg, spoil, stop_at)
 
 

@@ -87,7 +87,7 @@ def spoiled(cfg, place: int) -> list[int]:
     trainer = build(cfg, mesh_of(cfg))
     compared = Rerun(trainer.runner, trainer.gradients, trainer.fp8, trainer.scaler, None)
     loader, bucket = Loader(dataset_of(cfg), cfg, trainer.mesh), trainer.gradients.buckets[0]
-    batches, reduce = loader.step(0, 1), type(bucket.slices).reduce
+    batches, reduce = loader.step(0, 1), type(bucket.slice_comm).reduce
     loader.close()
     first, _ = figures_of(compared, batches)
 
@@ -96,7 +96,7 @@ def spoiled(cfg, place: int) -> list[int]:
             buffer[bucket.plan.slice_of(place)] *= 1000
         return reduce(slices, buffer, out)
 
-    with mock.patch.object(type(bucket.slices), "reduce", reduce_spoiled):
+    with mock.patch.object(type(bucket.slice_comm), "reduce", reduce_spoiled):
         second, _ = figures_of(compared, batches)
     return compared._differing(first, second)
 

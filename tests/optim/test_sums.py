@@ -136,7 +136,7 @@ def reduced(dtype, most, overlap, **mesh_args):
             bucket.reduce()
         for bucket, own in zip(gradients.buckets, before):
             bucket.reduction.wait()
-            for part in bucket.slices.unsummed(bucket.grad):
+            for part in bucket.slice_comm.unsummed(bucket.grad):
                 first = part.storage_offset() - bucket.grad.storage_offset()
                 assert torch.equal(part, own[first : first + len(part)])
     for bucket in gradients.buckets:
@@ -290,7 +290,7 @@ def test_staging_is_allocated_once_and_planned(accumulate, overlap, node_ranks):
     )
     with fake_world(8, 0, "cpu"):
         mesh = Mesh.create(node_ranks=node_ranks)
-        slices = build(cfg, mesh).gradients.slices
+        slices = build(cfg, mesh).gradients.slice_comm
     assert (mesh.local.size, mesh.across.size) == data_levels(cfg, 8, node_ranks)
     staging = [x for x in (slices.received, slices.rounded, slices.wide) if len(x)]
     assert len(staging) <= 2

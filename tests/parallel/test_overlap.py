@@ -266,8 +266,8 @@ def both_slices(folder, dtype, node_ranks):
     same = mesh, dtype, plans[1].size, True, plain.sum_parts
     with on_files(folder, mesh.local), mock.patch.object(slices, "PIECE_BYTES", 4 * 70):
         for maker in (
-            slices.SymmetricMemorySlices((dtype.itemsize + 2) * sum(sizes), *same),
-            slices.ProcessGroupSlices(*same),
+            slices.SymmetricMemorySliceComm((dtype.itemsize + 2) * sum(sizes), *same),
+            slices.ProcessGroupSliceComm(*same),
         ):
             grads, params = ([maker.zeros(plan.size, of) for plan in plans] for of in (dtype, torch.bfloat16))
             assert not any(buffer.any() for buffer in grads + params)

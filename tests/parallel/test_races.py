@@ -255,7 +255,7 @@ def steps(rank, draw):
         return buffer.chunk(size)[rank.axis.rank].chunk(nodes)[0]
 
     mesh = SimpleNamespace(dp_cp=rank.axis, local=rank.axis, across=across, device=CPU)
-    by = slices.SymmetricMemorySlices(6 * 96 * size, mesh, dtype, 32 * size, True, sum_parts)
+    by = slices.SymmetricMemorySliceComm(6 * 96 * size, mesh, dtype, 32 * size, True, sum_parts)
     by.stream = rank.stream()  # as on a GPU
     data, grads = ([by.zeros(32 * size, of) for _ in range(3)] for of in (torch.bfloat16, dtype))
     totals = {id(grad): own(grad).float() for grad in grads}
@@ -322,7 +322,7 @@ def test_all_accesses_have_an_order(size, program):
         ),
         (passes, overlap.SymmetricMemoryComm, "begin_pass", overlap.SymmetricMemoryComm.reset),
         (steps, shared_memory.SymmetricBuffer, "barrier", nothing),
-        (steps, slices.SymmetricMemorySlices, "_announce", nothing),
+        (steps, slices.SymmetricMemorySliceComm, "_announce", nothing),
         (steps, Handle, "wait", nothing),
     ],
 )
