@@ -8,15 +8,15 @@ collective over it is the identity, so the model needs no `if tp > 1`.
 
     8 ranks, pp 2, dp 1, cp 2, tp 2:     rank = ((pp * dp_size + dp) * cp_size + cp) * tp_size + tp
         pp 0: cp 0: ranks 0 1            rank 5: tp axis (4, 5), cp axis (5, 7), pp axis (1, 5),
-              cp 1: ranks 2 3                    dp_cp axis (5, 7), embedding axis (1, 5)
+              cp 1: ranks 2 3                    dp_cp axis (5, 7), tied_stages axis (1, 5)
         pp 1: cp 0: ranks 4 5
               cp 1: ranks 6 7
 
 More axes serve one purpose each. Gradients are summed over `dp_cp`, and optimizer state is sharded over it. dp_cp has
-two levels if gradients travel in bf16 between nodes (optim/slices.py). `local` has the dp_cp ranks of this node.
-`across` has the ranks with the same position in every node. Otherwise `local` is all of dp_cp, and `across` one rank.
-The two ranks of `embedding`, the first and the last of a pipeline, hold the two copies of a tied weight. Statistics of
-a step are summed over `world`.
+two levels if gradients travel in bf16 between nodes (optim/slices.py). `in_node` has the dp_cp ranks of this node.
+`across_nodes` has the ranks with the same position in every node. Without levels `in_node` is all of dp_cp, and
+`across_nodes` one rank. The two ranks of `tied_stages`, the first and the last of a pipeline, hold the two copies of a
+tied weight. Statistics of a step are summed over `world`.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class Mesh:
     cp: Axis
     tp: Axis
     dp_cp: Axis
-    local: Axis
-    across: Axis
-    embedding: Axis
+    in_node: Axis
+    across_nodes: Axis
+    tied_stages: Axis
     world: Axis
     agreement: Agreement
     uneven: bool  # nodes have different or unknown numbers of dp_cp ranks, so dp_cp has one level
@@ -94,7 +94,7 @@ class Mesh:
     ) -> Mesh:
         """Make the mesh of the initialised default process group; dp is its world divided by tp, pp and cp.
 
-        tied: the model ties its embeddings and so needs the embedding axis. timeout: a collective of any axis fails
+        tied: the model ties its embeddings and so needs the tied_stages axis. timeout: a collective of any axis fails
         after it; None: torch's own. stopwatch: times this rank's own work. node_ranks: the number of ranks on this
         node, whose numbers are consecutive; 0 if it is unknown. It makes the levels of dp_cp; None: make one level.
         Collective.
@@ -110,16 +110,16 @@ class Mesh:
             local = agreement.decide(lambda: node_ranks, lambda counts: _data_ranks_of_a_node(shape, counts))
         axes = offline_axes(rank, shape, tied, Activity(device, stopwatch), local)
         data = device_mesh["dp", "cp"]._flatten("dp_cp")
-        groups["dp_cp"] = groups["local"] = groups["across"] = data.get_group()
+        groups["dp_cp"] = groups["in_node"] = groups["across_nodes"] = data.get_group()
         if local and local > 1:
-            levels = data._unflatten(0, (axes["across"].size, local), ("across", "local"))
-            groups |= {name: levels[name].get_group() for name in ("across", "local")}
+            levels = data._unflatten(0, (axes["across_nodes"].size, local), ("across_nodes", "in_node"))
+            groups |= {name: levels[name].get_group() for name in ("across_nodes", "in_node")}
         if tied and pp > 1 and dist.get_backend() == "nccl":  # one split of the world, in which all ranks take part
             stage_size = world // pp  # pp is outermost: a stage is that many ranks in a row
             pairs = [[first, first + world - stage_size] for first in range(stage_size)]
-            groups["embedding"] = dist.split_group(split_ranks=pairs)
-        elif axes["embedding"].size > 1:  # only the two members make it
-            groups["embedding"] = dist.new_group(list(axes["embedding"].ranks), use_local_synchronization=True)
+            groups["tied_stages"] = dist.split_group(split_ranks=pairs)
+        elif axes["tied_stages"].size > 1:  # only the two members make it
+            groups["tied_stages"] = dist.new_group(list(axes["tied_stages"].ranks), use_local_synchronization=True)
         if timeout is not None:  # new groups do not inherit the default group's
             for group in filter(None, groups.values()):
                 dist.distributed_c10d._set_pg_timeout(timeout, group)
@@ -180,10 +180,10 @@ def offline_axes(
         "cp": line(cp, tp),
         "tp": line(tp, 1),
         "dp_cp": line(dp * cp, tp),
-        "local": line(local or dp * cp, tp),
-        "across": line(dp * cp // local, tp * local) if local else (rank,),
-        "embedding": ends if rank in ends else (rank,),
+        "in_node": line(local or dp * cp, tp),
+        "across_nodes": line(dp * cp // local, tp * local) if local else (rank,),
+        "tied_stages": ends if rank in ends else (rank,),
         "world": line(world, 1),
     }
     axes = {name: Axis(name, ranks.index(rank), len(ranks), ranks, activity=activity) for name, ranks in lines.items()}
-    return axes if local else axes | {"local": axes["dp_cp"]}
+    return axes if local else axes | {"in_node": axes["dp_cp"]}

@@ -19,7 +19,7 @@ a [9], b [6]; two ranks, alignment 4 (`.` is padding, always zero):
 
 Every bucket is summed over dp_cp. The slice of a replicated parameter is also summed over tp if each tp rank has the
 gradient of its own tokens or heads only (`sum_over_tp`: a norm under sequence parallelism). A tied weight has a copy on
-the first and on the last pipeline stage, so its slice is summed over `embedding`.
+the first and on the last pipeline stage, so its slice is summed over `tied_stages`.
 
 Microbatches are added in float32, or in bf16 (optimizer.accumulate_dtype) with half of the memory: each sum is made in
 float32 and rounded once when it is stored. Sums over ranks are float32 (slices.py), so `grad_slice` is float32, too.
@@ -165,7 +165,7 @@ class Bucket:
     ):
         self.plan, self.key, self.slice_comm, self.overlap = plan, plan.key, slice_comm, overlap
         self.square_sum, self.stream = square_sum, slice_comm.stream
-        # Over tp or `embedding` the slice is summed later, so its norm is not known yet.
+        # Over tp or `tied_stages` the slice is summed later, so its norm is not known yet.
         self.early_norm = self.stream is not None and not (plan.key.tied or plan.key.sum_over_tp)
         self.params = {span.name: params[span.name] for span in plan.spans}
         in_fp8 = plan.key.dtype == FP8_DTYPES["weight"]
@@ -285,7 +285,7 @@ class Gradients:
     A training step: begin_backward(chunk, last) before every backward; finish(); the optimizer writes each bucket's
     data_slice and starts its gather. Without overlap it waits for the gathers. Frozen parameters have no bucket, so
     they have neither gradient nor optimizer state. The names of parameters are unique on this rank. Collectives run
-    over mesh.dp_cp or its levels, tp and embedding. dtype: the dtype in which microbatches are added. bucket_bytes: see
+    over mesh.dp_cp or its levels, tp and tied_stages. dtype: that of sums over microbatches. bucket_bytes: see
     `plan_buckets`; None: chosen by the number of data ranks.
     """
 
@@ -309,7 +309,7 @@ class Gradients:
             named = {param.spec.name: param for param in params_of(chunk) if param.requires_grad}
             assert not any(named.keys() & other.keys() for other, _ in planned), "names repeat over chunks"
             keyed = [(name, p.numel(), bucket_key(p)) for name, p in named.items()]
-            plans = plan_buckets(keyed, limit, mesh.dp_cp.size, dtype.itemsize, mesh.across.size)
+            plans = plan_buckets(keyed, limit, mesh.dp_cp.size, dtype.itemsize, mesh.across_nodes.size)
             position = {name: i for i, name in enumerate(named)}
             plans.sort(key=lambda plan: position[plan.spans[-1].name])  # a plan's last span is needed first
             planned.append((named, plans))
@@ -359,7 +359,7 @@ class Gradients:
         if not (self.copies_compared or recording):  # a comparison reads its result on the host
             self._refuse_equal_copies()
         _sum_all((b.grad_slice for b in self.buckets if b.key.sum_over_tp), self.mesh.tp)
-        _sum_all((b.grad_slice for b in self.buckets if b.key.tied), self.mesh.embedding)
+        _sum_all((b.grad_slice for b in self.buckets if b.key.tied), self.mesh.tied_stages)
 
     def _refuse_equal_copies(self) -> None:
         """Raise ValueError, on all ranks, if tp ranks have equal copies of a gradient that the step sums over tp.

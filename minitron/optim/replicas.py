@@ -14,7 +14,7 @@ train different models. The loss shows it much later or never. The idea:
     axis         parameters of which its ranks hold copies
     dp_cp        all: ZeRO-1 gathers what it has updated
     tp           those without a shard: norms, biases of row-parallel layers, positions, one half of each adapter
-    embedding    the tied weight, on the first and the last stage
+    tied_stages  the tied weight, on the first and the last stage
 
 A comparison reads the parameters twice, every few hundred steps and before each save, so each checkpoint holds copies
 that were equal. Copies over tp are equal under sequence parallelism because their gradients are summed over tp.
@@ -58,7 +58,7 @@ class Replicas(Observer):
         copies = (
             (mesh.dp_cp, params),
             (mesh.tp, [p for p in params if p.spec.shard is None]),
-            (mesh.embedding, [p for p in params if p.spec.tied]),
+            (mesh.tied_stages, [p for p in params if p.spec.tied]),
         )
         self.copies = [(axis, params) for axis, params in copies if axis.size > 1 and params]
         self.params = {p.spec.name: p for _, params in self.copies for p in params}

@@ -4,13 +4,12 @@ Problem: NCCL adds gradients in the format in which they travel, so a ring in bf
 kernels also hold SMs that products need. The idea: ranks of a node sum their parts in float32. Between nodes slices
 travel in bf16, rounded once, and are added in float32. A bucket of four slices on two nodes of two ranks:
 
-    local    parts are summed in each node          ranks 0, 2   slices 0, 1      ranks 1, 3   slices 2, 3
-    across   ranks with the same position exchange  rank 0       slice 0          rank 1       slice 2
-             slices, and add them to their own sum  rank 2       slice 1          rank 3       slice 3
+    in_node        parts are summed in each node           ranks 0, 2   slices 0, 1      ranks 1, 3   slices 2, 3
+    across_nodes   ranks with the same position exchange   rank 0       slice 0          rank 1       slice 2
+                   slices, and add them to their own sum   rank 2       slice 1          rank 3       slice 3
 
 Each of N nodes sends (N - 1) / N of a bucket, which is less than in a ring. Updated parameters take the same two levels
-in reverse: first across, then local. On one node, or with float32 between nodes, the local level has all ranks
-(comm/mesh.py).
+in reverse. On one node, or with float32 between nodes, `in_node` has all ranks (comm/mesh.py).
 
 GPUs of a node read each other's buffers ("symmetric memory"). Copy engines fetch pieces into two staging buffers in
 turn. While one is filled, a short kernel adds the other. No barrier follows a read, because the optimizer's all-reduce
@@ -55,15 +54,15 @@ class ProcessGroupSliceComm:
     casts = True  # the process group adds in the format of its input, so bf16 is cast to float32 first
 
     def __init__(self, mesh: Mesh, dtype: torch.dtype, largest: int, overlap: bool, sum_parts: SumParts):
-        self.axis, self.local, self.across, self.device = mesh.dp_cp, mesh.local, mesh.across, mesh.device
-        overlapped, narrow = overlap and mesh.device.type == "cuda", dtype != torch.float32
+        self.axis, self.in_node, self.across_nodes = mesh.dp_cp, mesh.in_node, mesh.across_nodes
+        self.device, overlapped = mesh.device, overlap and mesh.device.type == "cuda"
         self.stream = torch.cuda.Stream(mesh.device) if overlapped else None
         self.name = "collectives" if self.axis.size > 1 else "one rank"  # for the log
-        self._sum_parts, empty = sum_parts, partial(torch.empty, device=mesh.device)
-        part = largest // self.local.size * (self.across.size > 1)
+        self._sum_parts, empty, narrow = sum_parts, partial(torch.empty, device=mesh.device), dtype != torch.float32
+        part = largest // self.in_node.size * (self.across_nodes.size > 1)
         self.received = empty(part, dtype=torch.bfloat16)
         self.rounded = empty(0 if narrow else part, dtype=torch.bfloat16)
-        self.wide = empty(largest * (narrow and self.casts and self.local.size > 1), dtype=torch.float32)
+        self.wide = empty(largest * (narrow and self.casts and self.in_node.size > 1), dtype=torch.float32)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Make a buffer of zeros to reduce or gather. numel: a multiple of the axis size."""
@@ -75,34 +74,34 @@ class ProcessGroupSliceComm:
         out: float32, or `buffer` if there is one rank. It may be this rank's slice of the buffer. The content of the
         buffer is lost.
         """
-        if self.across.size == 1 and not len(self.wide):
-            return reduce_scatter_into(out, buffer, self.local, wait=False)
+        if self.across_nodes.size == 1 and not len(self.wide):
+            return reduce_scatter_into(out, buffer, self.in_node, wait=False)
         return self._later(out, partial(self._reduce, buffer, out))
 
     def gather(self, buffer: Tensor, own: Tensor) -> Handle[Tensor]:
         """Begin to fetch the other slices from their owners. own: this rank's slice. Same order on all ranks."""
-        if self.across.size == 1:
+        if self.across_nodes.size == 1:
             return self._gather_local(buffer)
-        part = all_gather_into(self._part(buffer), own, self.across, wait=False)
+        part = all_gather_into(self._part(buffer), own, self.across_nodes, wait=False)
         return self._later(buffer, part.wait, lambda: self._gather_local(buffer).wait())
 
     def unsummed(self, buffer: Tensor) -> list[Tensor]:
         """Return the parts of a reduced buffer that still hold this rank's gradients, not sums."""
-        axis = self.local if self.local.size > 1 else self.across
+        axis = self.in_node if self.in_node.size > 1 else self.across_nodes
         parts = list(buffer.chunk(axis.size))
         return parts[: axis.rank] + parts[axis.rank + 1 :]
 
     def of_other_nodes(self, buffer: Tensor) -> list[Tensor]:
         """Return the parts of a reduced buffer that hold this node's sums for other nodes."""
-        parts = list(self._part(buffer).chunk(self.across.size)) if self.local.size > 1 else []
-        return [part for node, part in enumerate(parts) if node != self.across.rank]
+        parts = list(self._part(buffer).chunk(self.across_nodes.size)) if self.in_node.size > 1 else []
+        return [part for node, part in enumerate(parts) if node != self.across_nodes.rank]
 
     def reduced(self) -> None:
         """End a step. The caller has waited for all its reductions on the current stream, or has dropped them."""
 
     def _part(self, buffer: Tensor) -> Tensor:
         """Return the part of a buffer that this rank sums in its node: a slice for each node."""
-        return buffer.chunk(self.local.size)[self.local.rank]
+        return buffer.chunk(self.in_node.size)[self.in_node.rank]
 
     def _later(self, result: Tensor, *steps: Callable[[], object]) -> Handle[Tensor]:
         """Launch these steps in order on `stream`. Without a stream the handle's wait() runs them."""
@@ -117,30 +116,30 @@ class ProcessGroupSliceComm:
     def _reduce(self, buffer: Tensor, out: Tensor) -> None:
         whole = self.wide[: len(buffer)].copy_(buffer) if len(self.wide) else buffer
         total = self._part(whole)
-        reduce_scatter_into(total, whole, self.local)
-        own, part = total.chunk(self.across.size)[self.across.rank], self._part(buffer)
+        reduce_scatter_into(total, whole, self.in_node)
+        own, part = total.chunk(self.across_nodes.size)[self.across_nodes.rank], self._part(buffer)
         if own.data_ptr() != out.data_ptr():
             out.copy_(own)
-        if self.across.size > 1:
+        if self.across_nodes.size > 1:
             if len(self.wide):
                 part.copy_(total)  # rounded once
             self._exchange(part, out)
 
     def _gather_local(self, buffer: Tensor) -> Handle[Tensor]:
-        return all_gather_into(buffer, self._part(buffer), self.local, wait=False)
+        return all_gather_into(buffer, self._part(buffer), self.in_node, wait=False)
 
     def _exchange(self, part: Tensor, out: Tensor) -> None:
         """Send this node's sums to the other nodes, rounded once. Add theirs to out, its unrounded sum."""
         if len(self.rounded):
             part = self.rounded[: len(part)].copy_(part)
-        part.chunk(self.across.size)[self.across.rank].zero_()  # it is in `out`
+        part.chunk(self.across_nodes.size)[self.across_nodes.rank].zero_()  # it is in `out`
         received = self.received[: len(part)]
-        all_to_all_into(received, part, self.across)
-        add_rounded(out, received.view(self.across.size, -1), self._sum_parts)
+        all_to_all_into(received, part, self.across_nodes)
+        add_rounded(out, received.view(self.across_nodes.size, -1), self._sum_parts)
 
 
 class SymmetricMemorySliceComm(ProcessGroupSliceComm):
-    """Copies slices within a node by copy engines. The constructor is collective over mesh.local.
+    """Copies slices within a node by copy engines. The constructor is collective over mesh.in_node.
 
     nbytes: of all buffers together.
     """
@@ -150,12 +149,12 @@ class SymmetricMemorySliceComm(ProcessGroupSliceComm):
     def __init__(self, nbytes: int, mesh: Mesh, dtype: torch.dtype, largest: int, overlap: bool, sum_parts: SumParts):
         super().__init__(mesh, dtype, largest, overlap, sum_parts)
         self._used, self.nbytes, self.name = 0, nbytes, "copies between GPUs"
-        self._memory = SymmetricBuffer(self.local, nbytes, self.device)
+        self._memory = SymmetricBuffer(self.in_node, nbytes, self.device)
         self._memory.own.zero_()
         self._copies, self._adds = torch.cuda.Stream(), torch.cuda.Stream()
         self._signals = torch.cuda.Stream(priority=-1)  # so a barrier does not wait for a product's end
-        piece = min(PIECE_BYTES, nbytes // self.local.size) // 4 * 4  # bytes
-        stage = self.local.size - 1, piece
+        piece = min(PIECE_BYTES, nbytes // self.in_node.size) // 4 * 4  # bytes
+        stage = self.in_node.size - 1, piece
         self._stages = [torch.empty(stage, dtype=torch.uint8, device=self.device) for _ in range(2)]
         self._added: list[torch.cuda.Event | None] = [None, None]  # the end of each stage's most recent addition
 
@@ -166,11 +165,11 @@ class SymmetricMemorySliceComm(ProcessGroupSliceComm):
     def reduce(self, buffer: Tensor, out: Tensor) -> Handle[Tensor]:
         self._announce()
         part, size = self._part(buffer), self._stages[0].shape[1] // buffer.itemsize
-        for node, own in enumerate(part.chunk(self.across.size)):
-            total = out if node == self.across.rank else own
+        for node, own in enumerate(part.chunk(self.across_nodes.size)):
+            total = out if node == self.across_nodes.rank else own
             for piece, to in zip(own.split(size), total.split(size)):
                 added = self._add(piece, to)
-        if self.across.size == 1:
+        if self.across_nodes.size == 1:
             return Handle(out, [added.wait])
         return self._later(out, added.wait, partial(self._exchange, part, out))
 
@@ -178,7 +177,7 @@ class SymmetricMemorySliceComm(ProcessGroupSliceComm):
         self._added = [None, None]
 
     def _gather_local(self, buffer: Tensor) -> Handle[Tensor]:
-        parts = buffer.chunk(self.local.size)
+        parts = buffer.chunk(self.in_node.size)
         self._announce()
         with torch.cuda.stream(self._copies):
             for owner in self._others():
@@ -210,7 +209,7 @@ class SymmetricMemorySliceComm(ProcessGroupSliceComm):
 
     def _others(self) -> list[int]:
         """List the other ranks. Each rank begins with a different one."""
-        return [(self.local.rank + i) % self.local.size for i in range(1, self.local.size)]
+        return [(self.in_node.rank + i) % self.in_node.size for i in range(1, self.in_node.size)]
 
     def _theirs(self, rank: int, mine: Tensor) -> Tensor:
         """Return rank's view of the memory at the offset of `mine`."""
@@ -220,10 +219,10 @@ class SymmetricMemorySliceComm(ProcessGroupSliceComm):
 def choose_slice_comm(
     nbytes: int, mesh: Mesh, dtype: torch.dtype, largest: int, overlap: bool, sum_parts: SumParts
 ) -> ProcessGroupSliceComm:
-    """Choose SymmetricMemorySliceComm between GPUs of a node that read each other's memory. Collective over mesh.local.
+    """Choose SymmetricMemorySliceComm if GPUs of a node read each other's memory. Collective over mesh.in_node.
 
     nbytes: of all buffers together. See ProcessGroupSliceComm for the others.
     """
-    if overlap and nbytes and can_access_peers(mesh.local, mesh.device):  # a stage may train nothing
+    if overlap and nbytes and can_access_peers(mesh.in_node, mesh.device):  # a stage may train nothing
         return SymmetricMemorySliceComm(nbytes, mesh, dtype, largest, overlap, sum_parts)
     return ProcessGroupSliceComm(mesh, dtype, largest, overlap, sum_parts)

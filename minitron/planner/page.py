@@ -239,7 +239,7 @@ def traffic(tour: Tour, trace: dict, per_node: int) -> list[dict]:
 
 def reductions(trace: dict) -> list[dict]:
     """List the sums of gradients over data ranks: in which action each began, and its bytes."""
-    axes, kinds = ("dp_cp", "local", "across", "embedding"), ("reduce-scatter", "all-to-all", "all-reduce")
+    axes, kinds = ("dp_cp", "in_node", "across_nodes", "tied_stages"), ("reduce-scatter", "all-to-all", "all-reduce")
     sums = (r for r in trace["records"] if r.axis in axes and r.kind in kinds and r.action != "start")
     return [
         {"axis": r.axis, "kind": r.kind, "bytes": r.num_bytes, "action": action_text(r.action)}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from minitron.comm.mesh import AXES, Mesh
 from minitron.planner.dryrun.dryrun import fake_world
 
-NAMES = (*AXES, "dp_cp", "embedding", "world")
+NAMES = (*AXES, "dp_cp", "tied_stages", "world")
 sizes = st.integers(1, 3)
 
 
@@ -28,7 +28,7 @@ def lines_through(ranks, place):
         "tp": ranks[pp, dp, cp, :],
         "dp_cp": ranks[pp, :, :, tp].ravel(),
         "world": ranks.ravel(),
-        "embedding": ends if ranks[place] in ends else [ranks[place]],
+        "tied_stages": ends if ranks[place] in ends else [ranks[place]],
     }
 
 
@@ -96,7 +96,7 @@ def sums_over_levels(sizes, node_ranks):
     """Of dp_cp and its levels the ranks, and what an all-reduce of 2^rank gives."""
     mesh = Mesh.create(**sizes, node_ranks=node_ranks)
     found = [mesh.uneven]
-    for axis in (mesh.dp_cp, mesh.local, mesh.across):
+    for axis in (mesh.dp_cp, mesh.in_node, mesh.across_nodes):
         x = torch.tensor([1 << mesh.rank])
         if axis.size > 1:
             dist.all_reduce(x, group=axis.group)
@@ -167,7 +167,7 @@ def test_a_world_that_the_axes_do_not_divide_is_refused(ranks):
 
 def untied():
     mesh = Mesh.create(pp=2, tied=False)
-    return mesh.embedding.ranks, mesh.embedding.group
+    return mesh.tied_stages.ranks, mesh.tied_stages.group
 
 
 def test_without_tied_embeddings_nobody_makes_their_group(ranks):

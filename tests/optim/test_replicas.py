@@ -199,7 +199,7 @@ def test_a_healthy_run_is_left_alone(ranks, world, cfg):
         copies = {
             "dp_cp": len(params) * (world > p.tp * p.pp),
             "tp": sum(whole for whole, _ in params) * (p.tp > 1),
-            "embedding": sum(tied for _, tied in params) * (p.pp > 1),
+            "tied_stages": sum(tied for _, tied in params) * (p.pp > 1),
         }
         once = [(axis, 2 * 2 * 8 * number) for axis, number in copies.items() if number] + [("world", 8)]
         assert [(record.axis, record.num_bytes) for record in records] == 3 * once  # after 2, 4 and 6 steps

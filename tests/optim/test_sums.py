@@ -201,7 +201,7 @@ def across_of_a_run(keys):
         mock.patch.object(dist, "init_process_group"),
         mock.patch.dict(os.environ, {name: str(value) for name, value in environ.items()}),
     ):
-        return pretrain.make_mesh(config(Config(), keys), 4, torch.device("cpu"), None).across.ranks
+        return pretrain.make_mesh(config(Config(), keys), 4, torch.device("cpu"), None).across_nodes.ranks
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_staging_is_allocated_once_and_planned(accumulate, overlap, node_ranks):
     with fake_world(8, 0, "cpu"):
         mesh = Mesh.create(node_ranks=node_ranks)
         slices = build(cfg, mesh).gradients.slice_comm
-    assert (mesh.local.size, mesh.across.size) == data_levels(cfg, 8, node_ranks)
+    assert (mesh.in_node.size, mesh.across_nodes.size) == data_levels(cfg, 8, node_ranks)
     staging = [x for x in (slices.received, slices.rounded, slices.wide) if len(x)]
     assert len(staging) <= 2
     messages = Memory(cfg, 8, gpus_per_node=node_ranks).bytes_by_part(0)["messages"]

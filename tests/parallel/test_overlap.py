@@ -262,9 +262,9 @@ def both_slices(folder, dtype, node_ranks):
     """Two steps of three buffers, whose slices have some pieces and a bit: what comes of them here."""
     mesh, draw = Mesh.create(node_ranks=node_ranks), torch.Generator().manual_seed(dist.get_rank())
     rank, ranks, sizes, results = mesh.dp_cp.rank, mesh.dp_cp.size, [300, 600, 456], []
-    plans = [BucketPlan(None, (), n - n % ranks, ranks, mesh.across.size) for n in sizes]
+    plans = [BucketPlan(None, (), n - n % ranks, ranks, mesh.across_nodes.size) for n in sizes]
     same = mesh, dtype, plans[1].size, True, plain.sum_parts
-    with on_files(folder, mesh.local), mock.patch.object(slices, "PIECE_BYTES", 4 * 70):
+    with on_files(folder, mesh.in_node), mock.patch.object(slices, "PIECE_BYTES", 4 * 70):
         for maker in (
             slices.SymmetricMemorySliceComm((dtype.itemsize + 2) * sum(sizes), *same),
             slices.ProcessGroupSliceComm(*same),

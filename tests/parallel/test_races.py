@@ -240,7 +240,7 @@ def call(rank, comm, kind, m, keep):
 def steps(rank, draw):
     """Steps of three buckets, the first one from weights that were read, or not; of one node, or of one of two."""
     size, nodes, gathers = rank.axis.size, draw.choice([1, 2]), []
-    across = Axis("across", 0, nodes, tuple(range(nodes)))
+    across = Axis("across_nodes", 0, nodes, tuple(range(nodes)))
     dtype = draw.choice([torch.float32, torch.bfloat16])  # of gradients
 
     def sum_parts(parts, onto, out=None):
@@ -254,7 +254,7 @@ def steps(rank, draw):
     def own(buffer):
         return buffer.chunk(size)[rank.axis.rank].chunk(nodes)[0]
 
-    mesh = SimpleNamespace(dp_cp=rank.axis, local=rank.axis, across=across, device=CPU)
+    mesh = SimpleNamespace(dp_cp=rank.axis, in_node=rank.axis, across_nodes=across, device=CPU)
     by = slices.SymmetricMemorySliceComm(6 * 96 * size, mesh, dtype, 32 * size, True, sum_parts)
     by.stream = rank.stream()  # as on a GPU
     data, grads = ([by.zeros(32 * size, of) for _ in range(3)] for of in (torch.bfloat16, dtype))

@@ -245,7 +245,7 @@ def replaced(trainer: Trainer) -> list[str]:
         f"FP8 by {cfg.precision.fp8_backend}: minitron.kernels.fp8_torch": cfg.precision.fp8 != "none",
         "apex: torch and minitron.kernels.plain": cfg.train.kernels == "apex",
         "NCCL, and memory that a node's GPUs share: torch's fake process group": trainer.mesh.world.size > 1,
-        "nodes: each rank is one, and sends all of its gradients in bf16": trainer.mesh.across.size > 1,
+        "nodes: each rank is one, and sends all of its gradients in bf16": trainer.mesh.across_nodes.size > 1,
     }
     return [text for text, used in stand_ins.items() if used]
 
