@@ -299,7 +299,7 @@ def first_gradients(trainer: Trainer) -> dict[str, tuple[Tensor, Shard | None]]:
     Gradients are sums over all tokens.
     """
     eager, gradients = getattr(trainer.runner, "eager", trainer.runner), dict[str, tuple[Tensor, Shard | None]]()
-    scale = float(trainer.scaler.backward_scale(trainer.cfg.num_microbatches(trainer.mesh.dp.size)))
+    scale = float(trainer.scaler.loss_grad(trainer.cfg.num_microbatches(trainer.mesh.dp.size)))
     finish, shards = eager.finish, {p.spec.name: p.spec.shard for chunk in trainer.chunks for p in chunk.parameters()}
 
     def finish_and_look() -> None:

@@ -88,8 +88,8 @@ class Trainer:
         # Numerics, if there is one, wraps Rerun or the runner, and Rerun wraps the runner. Losses are sums over tokens.
         loss_sum, skip = (self.numerics or self.rerun or self.runner).forward_backward(batches)
         self.fp8.update_scales()  # before the update, because its all-reduces would wait behind the all-gathers
-        scale = self.scaler.backward_scale(len(batches))
-        stats = self.optimizer.step(lr, *local_totals(self.mesh, loss_sum, batches), scale, skip)
+        loss_grad = self.scaler.loss_grad(len(batches))
+        stats = self.optimizer.step(lr, *local_totals(self.mesh, loss_sum, batches), loss_grad, skip)
         self.scaler.update(stats.skipped * (not skip))  # a step that Rerun skips did not overflow
         self.mesh.activity.ended()
         return stats
@@ -172,7 +172,7 @@ def build(
         gradients.reset()
         context.comm.reset()
 
-    eager = Eager(executor, scaler.backward_scale, gradients.finish, reset, chosen.counts)
+    eager = Eager(executor, scaler.loss_grad, gradients.finish, reset, chosen.counts)
     runner: Eager | Replay = eager
     why = None
     if cfg.train.cuda_graph != "off" and (why := why_eager(cfg, mesh.device, chosen.attention.masks_documents)) is None:

@@ -46,7 +46,7 @@ def given_up(trainer: Trainer, loader: Loader, batches: list, step: int) -> None
     The whole of it only on one rank: others would have begun to sum its gradients.
     """
     actions, left_out = trainer.executor.actions(len(batches), True), step % 3 + (trainer.mesh.world.size > 1)
-    run = Pass(trainer.executor, batches, trainer.scaler.backward_scale(len(batches)))
+    run = Pass(trainer.executor, batches, trainer.scaler.loss_grad(len(batches)))
     run.run_actions(actions[: len(actions) - left_out])
     trainer.runner.reset()
 

@@ -77,7 +77,7 @@ class Numerics(Observer):
         self.close()
         if due:
             _, count = local_totals(self.gradients.mesh, loss_sum, batches)
-            self.waiting = step, LateCopy(self._read(count * self.scaler.backward_scale(len(batches))))
+            self.waiting = step, LateCopy(self._read(count * self.scaler.loss_grad(len(batches))))
         self.counts.count(False)
         return loss_sum, skip
 

@@ -140,7 +140,7 @@ class Rerun:
         """Return the mean loss and the gradients' norm of the step, over the world."""
         totals = torch.stack([*local_totals(self.mesh, loss_sum.double(), batches), self.gradients.square_sum()])
         all_reduce_(totals, self.mesh.world)
-        scale = self.scaler.backward_scale(len(batches))
+        scale = self.scaler.loss_grad(len(batches))
         loss, norm = totals[0] / totals[1], totals[2].sqrt() / (totals[1] * scale)
         return dict(zip(FLOORS, torch.stack([loss, norm]).tolist(), strict=True))
 

@@ -40,7 +40,7 @@ class LossScaler:
         # Overflows left before the scale halves.
         self.tolerance = torch.full((), self.hysteresis, dtype=torch.int32, device=device)
 
-    def backward_scale(self, num_microbatches: int) -> Tensor | float:
+    def loss_grad(self, num_microbatches: int) -> Tensor | float:
         """Return the gradient with which the backward of a microbatch's loss sum begins; the optimizer divides by it.
 
         fp16 cannot hold the gradient of a sum over all tokens times the loss scale, so there the sum becomes a mean.

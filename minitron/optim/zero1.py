@@ -6,7 +6,7 @@ summed gradient of one slice. So it keeps the state of that slice only, updates 
 
 One step, in which the host reads no value:
   1. totals = sum over the world of [loss sum, token count, squared gradient norm]: one all-reduce of three numbers.
-  2. gradient of the mean loss = sum / (count * backward_scale); its norm, and from that the clipping factor.
+  2. gradient of the mean loss = sum / (count * loss_grad); its norm, and from that the clipping factor.
   3. Both divisions become one device scalar that the fused AdamW kernel applies as it reads the gradient.
   4. If the norm is not finite, `skipped` is 1, and masters, moments and the step count stay as they are.
   5. AdamW writes the new masters and, from them, parameters of a smaller dtype. `WeightWriter.write` starts the
@@ -96,20 +96,20 @@ class Zero1Optimizer:
 
     @torch.no_grad()
     def step(
-        self, lr: float, loss_sum: Tensor, count: Tensor, backward_scale: float | Tensor = 1.0, skip: bool = False
+        self, lr: float, loss_sum: Tensor, count: Tensor, loss_grad: float | Tensor = 1.0, skip: bool = False
     ) -> Stats:
         """Divide, clip, update, gather: call it after `gradients.finish()`. Collective over the world.
 
         loss_sum, count: 0-d device tensors, the sum of token losses and the number of tokens on this rank, or zeros.
-        The world's sums count each token once. backward_scale: the gradient with which each backward began
-        (`LossScaler.backward_scale`), a number or a 0-d tensor. skip: update nothing. Gradients are invalid after this
+        The world's sums count each token once. loss_grad: the gradient with which each backward began
+        (`LossScaler.loss_grad`), a number or a 0-d tensor. skip: update nothing. Gradients are invalid after this
         call. Parameters are complete when their gathers end: a unit's forward waits for them, other code calls
         `gradients.wait_parameters()`.
         """
         totals = torch.stack([loss_sum.double(), count.double(), self.gradients.square_sum()])
         all_reduce_(totals, self.gradients.mesh.world)
         loss_sum, count, square_sum = totals.unbind()
-        denominator = count * backward_scale
+        denominator = count * loss_grad
         norm = square_sum.sqrt() / denominator
         skipped = norm.isfinite().logical_not() | skip
         divisor = denominator

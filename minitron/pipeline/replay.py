@@ -206,12 +206,13 @@ def _launched(planned: Sequence[Segment]) -> Iterator[object]:
 class Eager:
     """Runs the passes of steps and evaluations by launching each kernel from the host.
 
-    scale(microbatches): the gradient with which the backward of each loss sum begins. finish(): completes the sums of
-    gradients. reset(): drops the host's state of a pass that was begun and will not end. counts: those of FP8's casts.
+    loss_grad(microbatches): the gradient with which the backward of each loss sum begins. finish(): completes the sums
+    of gradients. reset(): drops the host's state of a pass that was begun and will not end. counts: those of FP8's
+    casts.
     """
 
     executor: Executor
-    scale: Callable[[int], Tensor | float]
+    loss_grad: Callable[[int], Tensor | float]
     finish: Callable[[], None]
     reset: Callable[[], None]
     counts: CastCounts
@@ -222,7 +223,7 @@ class Eager:
 
         Returns the loss sum, 0-d, and False: the update need not be skipped. The host reads nothing from the device.
         """
-        loss_sum = self.executor.run(batches, self.scale(len(batches)))
+        loss_sum = self.executor.run(batches, self.loss_grad(len(batches)))
         self.finish()
         return loss_sum, False
 
@@ -338,7 +339,7 @@ class Replay:
         used, actions = recorder.used(), executor.actions(m, training)  # read after the reset has freed memory
         nodes = self.layers * m * (NODES_PER_LAYER + NODES_OF_COUNTS * (what == COUNTING_STEP))
         planned = segments(actions, executor.pp.size, m, nodes / len(actions))
-        start = lambda x: Pass(executor, x, self.eager.scale(m) if training else None)  # reads fp16's scale tensor
+        start = lambda x: Pass(executor, x, self.eager.loss_grad(m) if training else None)  # reads fp16's scale tensor
         end = self.eager.finish if training else lambda: None
         with self.mesh.activity.recording():
             recording = Recording(recorder, planned, batches, start, end)

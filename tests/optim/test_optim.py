@@ -59,8 +59,8 @@ def train(mesh_args, toy_args, cfg=CFG, overlap=True, dtype=torch.float32, scale
         toy.gradients.finish()
         count = len(toy.samples) * TOKENS * contributes
         # Half of the runs give the scale as a device tensor, as the loss scaler does.
-        backward_scale = torch.tensor(scale) if overlap else scale
-        stats.append(optimizer.step(rate(step), torch.tensor(loss), torch.tensor(count), backward_scale).read())
+        loss_grad = torch.tensor(scale) if overlap else scale
+        stats.append(optimizer.step(rate(step), torch.tensor(loss), torch.tensor(count), loss_grad).read())
         if poisoned:
             toy.gradients.wait_parameters()
             assert all(torch.equal(a, b) for a, b in zip(before, state(optimizer), strict=True))

@@ -117,7 +117,7 @@ def a_rerun(mesh) -> Rerun:
     square_sum = lambda: torch.tensor(0.25, dtype=torch.float64)
     gradients = SimpleNamespace(mesh=mesh, square_sum=square_sum, buckets=[])
     runner = SimpleNamespace(forward_backward=lambda _: (torch.tensor(5.0), False))
-    scaler = SimpleNamespace(dynamic=False, backward_scale=lambda _: 1.0)
+    scaler = SimpleNamespace(dynamic=False, loss_grad=lambda _: 1.0)
     return Rerun(runner, gradients, SimpleNamespace(drop_casts=lambda: None), scaler, None)
 
 
