@@ -49,7 +49,7 @@ def adamw_(
     skip, steps, inverse = skipped.int(), steps.int(), divisor.reciprocal()
     lr = torch.full_like(inverse, hyper.lr)
     for i, s in enumerate(states):
-        tensors = [list(x.split(PIECE)) for x in (s.grad.float(), s.master, s.average, s.square)]
+        tensors = [list(x.split(PIECE)) for x in (s.grad.float(), s.master, s.exp_avg, s.exp_avg_sq)]
         numbers = lr, *hyper.betas, hyper.eps, steps, DECOUPLED_DECAY, CORRECT_BIAS, s.decay, inverse
         multi_tensor_adam_capturable(CHUNK, skip, tensors, *numbers)
         if s.param.dtype != torch.float32:

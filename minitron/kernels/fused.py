@@ -633,19 +633,19 @@ def softmax_gradient_(logits: Tensor, labels: Tensor, first: int, lse: Tensor, d
 
 
 @triton.jit
-def _adamw(master, grad, average, square, param, corrections, divisor, skipped, numbers, n, BLOCK: tl.constexpr):
+def _adamw(master, grad, exp_avg, exp_avg_sq, param, corrections, divisor, skipped, numbers, n, BLOCK: tl.constexpr):
     lr, beta1, beta2, rest1, rest2, eps, decay = numbers
     if tl.load(skipped) == 0.0:
         i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = i < n
         g = tl.load(grad + i, inside).to(tl.float32) / tl.load(divisor)
         p = tl.load(master + i, inside) * (1 - lr * decay)
-        m = tl.load(average + i, inside) * beta1 + g * rest1
-        v = tl.load(square + i, inside) * beta2 + g * g * rest2
+        m = tl.load(exp_avg + i, inside) * beta1 + g * rest1
+        v = tl.load(exp_avg_sq + i, inside) * beta2 + g * g * rest2
         p -= lr / tl.load(corrections) * m / (tl.sqrt(v / tl.load(corrections + 1)) + eps)
         tl.store(master + i, p, inside)
-        tl.store(average + i, m, inside)
-        tl.store(square + i, v, inside)
+        tl.store(exp_avg + i, m, inside)
+        tl.store(exp_avg_sq + i, v, inside)
         if param is not None:
             tl.store(param + i, p, inside)
 
@@ -658,7 +658,7 @@ def adamw_(
     rests = [1 - beta for beta in hyper.betas]  # here in float64: in the kernel's float32, 1 - 0.999 is 1e-5 off
     for i, s in enumerate(states):
         n, param = s.master.numel(), None if s.param.dtype == torch.float32 else s.param  # then it is the master
-        tensors = s.master, s.grad, s.average, s.square, param, corrections, divisor, skipped
+        tensors = s.master, s.grad, s.exp_avg, s.exp_avg_sq, param, corrections, divisor, skipped
         numbers = hyper.lr, *hyper.betas, *rests, hyper.eps, s.decay
         _adamw[(triton.cdiv(n, 4096),)](*tensors, numbers, n, BLOCK=4096, num_warps=8)
         updated(i)

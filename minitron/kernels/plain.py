@@ -297,8 +297,8 @@ class AdamState(NamedTuple):
 
     master: Tensor
     grad: Tensor
-    average: Tensor
-    square: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
     param: Tensor
     decay: float
 
@@ -320,12 +320,12 @@ def adamw_(
     after this call. It calls updated(i) as soon as state i has its new parameters.
     """
     for decay in {s.decay for s in states}:
-        masters, grads, averages, squares, _, _ = map(list, zip(*(s for s in states if s.decay == decay)))
+        masters, grads, exp_avgs, exp_avg_sqs, _, _ = map(list, zip(*(s for s in states if s.decay == decay)))
         grads = [grad.float() for grad in grads]
         rates = dict(lr=hyper.lr, beta1=hyper.betas[0], beta2=hyper.betas[1], weight_decay=decay)
         options: dict[str, Any] = rates | dict(eps=hyper.eps, grad_scale=divisor, found_inf=skipped)
         options |= dict(amsgrad=False, maximize=False)
-        torch._fused_adamw_(masters, grads, averages, squares, [], [steps] * len(masters), **options)
+        torch._fused_adamw_(masters, grads, exp_avgs, exp_avg_sqs, [], [steps] * len(masters), **options)
     for i, s in enumerate(states):
         if s.param.dtype != torch.float32:
             s.param.copy_(s.master)

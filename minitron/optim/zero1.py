@@ -84,12 +84,12 @@ class Zero1Optimizer:
             AdamState(
                 master,
                 bucket.grad_slice,
-                average,
-                square,
+                exp_avg,
+                exp_avg_sq,
                 bucket.data_slice if bucket.data.is_floating_point() else master,
                 cfg.weight_decay if bucket.key.decay else 0.0,
             )
-            for bucket, master, average, square in zip(buckets, self.masters, self.exp_avg, self.exp_avg_sq)
+            for bucket, master, exp_avg, exp_avg_sq in zip(buckets, self.masters, self.exp_avg, self.exp_avg_sq)
         ]
         if self.writer.all:
             self.write_parameters()

@@ -148,14 +148,14 @@ def test_adamw(apex, monkeypatch, param_dtype, grad_dtype, piece):
         steps += 1 - skipped
         scalars = [torch.tensor(x) for x in (steps, 3.0 + call, skipped)]
         for module, report in ((ops, updated), (plain, lambda i: None)):
-            before = [t.clone() for s in states[module] for t in (s.master, s.average, s.square, s.param)]
+            before = [t.clone() for s in states[module] for t in (s.master, s.exp_avg, s.exp_avg_sq, s.param)]
             for i, s in enumerate(states[module]):
                 s.grad.copy_(randn(s.grad.numel(), seed=10 * call + i))
             module.adamw_(states[module], *scalars, hyper, report)
-            after = [t for s in states[module] for t in (s.master, s.average, s.square, s.param)]
+            after = [t for s in states[module] for t in (s.master, s.exp_avg, s.exp_avg_sq, s.param)]
             assert all(map(torch.equal, before, after)) == bool(skipped)
         for mine, twin in zip(states[ops], states[plain]):
-            for name in ("master", "average", "square"):
+            for name in ("master", "exp_avg", "exp_avg_sq"):
                 assert_close_rel(getattr(mine, name), getattr(twin, name), 1e-6, name)  # float32's rounding
     assert reports == [0, 1] * 5 and fake.updates == 10
 

@@ -183,7 +183,7 @@ def adamw():
                 if found:
                     unchanged = [before[0], *before[2:]], [pairs[0][0], *pairs[0][2:5]]
                     assert all(map(torch.equal, *unchanged)), step
-            assert_twins(*([s.master, s.average, s.square] for s in pairs), what=step)
+            assert_twins(*([s.master, s.exp_avg, s.exp_avg_sq] for s in pairs), what=step)
             assert torch.equal(pairs[0].param, pairs[0].master.to(dtype))
         assert seen == [0] * 12
 

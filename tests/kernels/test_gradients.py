@@ -78,5 +78,5 @@ def test_adamw_reads_them_in_float32():
         states[dtype] = AdamState(master, randn(1000, seed=1).to(dtype), *zeros, master.bfloat16(), 0.1)
         scalars = [torch.tensor(x) for x in (1.0, 3.0, 0.0)]
         plain.adamw_([states[dtype]], *scalars, AdamHyper(1e-2, (0.9, 0.99), 1e-8), lambda i: None)
-    for name in ("master", "average", "square", "param"):
+    for name in ("master", "exp_avg", "exp_avg_sq", "param"):
         assert torch.equal(getattr(states[BF16], name), getattr(states[torch.float32], name))
