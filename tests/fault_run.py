@@ -248,7 +248,7 @@ def overflow(every):
         gradients = optimizer.gradients
         if os.environ["RANK"] == "0" and gradients.mesh.activity.step % int(every) == 0:
             gradients.buckets[0].grad_slice[0] = torch.inf
-            gradients.buckets[0].square.fill_(torch.inf)  # which may have been taken during the backward
+            gradients.buckets[0].norm_squared.fill_(torch.inf)  # which may have been taken during the backward
         return step(optimizer, *args)
 
     Zero1Optimizer.step = overflows
@@ -262,7 +262,7 @@ def wrong(rank, step, factor):
             done.add(id(bucket))
             for param in bucket.params.values():  # between them is padding, which stays 0
                 param.slot.main_grad.mul_(float(factor))
-            bucket.square.mul_(float(factor) ** 2)  # which a replayed step has taken already
+            bucket.norm_squared.mul_(float(factor) ** 2)  # which a replayed step has taken already
 
     def reduced(bucket):
         spoil(bucket)

@@ -148,8 +148,8 @@ class Bucket:
 
     data [size] in the parameters' dtype (FP8 as bytes), grad [size] in grad_dtype. data_slice [size / dp_cp] is a view
     of data. grad_slice [size / dp_cp] holds the sum over data ranks from `Gradients.finish` to the next step's first
-    gradient. It is float32 if it is summed over data or tp ranks, and a view of grad if the dtypes are equal. square:
-    0-d float64, the squared norm of grad_slice, which slice_comm.stream computes right after the reduction if
+    gradient. It is float32 if it is summed over data or tp ranks, and a view of grad if the dtypes are equal.
+    norm_squared: 0-d float64, that of grad_slice, which slice_comm.stream computes right after the reduction if
     early_norm is set.
     """
 
@@ -184,7 +184,7 @@ class Bucket:
         if self.stream is not None and mesh.dp_cp.size > 1:
             self.gathered = torch.cuda.Event(external=True)
             self.gathered.record()  # graph capture silently omits the wait for an event that was never recorded
-        self.square = torch.zeros((), dtype=torch.float64, device=self.grad.device)
+        self.norm_squared = torch.zeros((), dtype=torch.float64, device=self.grad.device)
         for span in plan.spans:
             self._adopt(span, self.params[span.name])
 
@@ -237,7 +237,7 @@ class Bucket:
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
                 self.reduction.wait()
-                self.square.copy_(self.square_sum(self.grad_slice))
+                self.norm_squared.copy_(self.square_sum(self.grad_slice))
 
     def start_gather(self) -> None:
         """Start the all-gather of the parameters."""
@@ -416,7 +416,7 @@ class Gradients:
     def square_sum(self) -> Tensor:
         """Return this rank's part of the squared global norm, 0-d float64. The world's sum counts each element once."""
         squares = [
-            bucket.square if bucket.early_norm else bucket.square_sum(bucket.grad_slice)
+            bucket.norm_squared if bucket.early_norm else bucket.square_sum(bucket.grad_slice)
             for bucket in filter(self.has_first_copy, self.buckets)
         ]
         return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.mesh.device)
