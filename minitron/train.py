@@ -87,7 +87,7 @@ class Trainer:
         """
         # Numerics, if there is one, wraps Rerun or the runner, and Rerun wraps the runner. Losses are sums over tokens.
         loss_sum, skip = (self.numerics or self.rerun or self.runner).forward_backward(batches)
-        self.fp8.update_scales()  # before the update, because its all-reduces would wait behind the all-gathers
+        self.fp8.end_step()  # before the update, because its all-reduces would wait behind the all-gathers
         loss_grad = self.scaler.loss_grad(len(batches))
         stats = self.optimizer.step(lr, *local_totals(self.mesh, loss_sum, batches), loss_grad, skip)
         self.scaler.update(stats.skipped * (not skip))  # a step that Rerun skips did not overflow

@@ -41,7 +41,7 @@ from minitron.kernels.rng import AttentionDropout
 aten = torch.ops.aten
 # Shared memory per thread block that `fused` needs, by head dim. sm_86, 89 and 120 have 99 KiB; sm_80, 90 and 100 more.
 FUSED_SHARED_BYTES = {128: 99 * 2**10, 256: 160 * 2**10}
-Forward = tuple[Tensor, Tensor, Any]  # out, lse, saved
+ForwardResult = tuple[Tensor, Tensor, Any]  # out, lse, saved
 Grads = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 
 
@@ -69,7 +69,7 @@ class Backend:
     """
 
     name: str
-    forward: Callable[[Tensor, Tensor, Tensor, Options], Forward]
+    forward: Callable[[Tensor, Tensor, Tensor, Options], ForwardResult]
     backward: Callable[..., Grads]
     has_dropout: bool = False
     masks_documents: bool = False
@@ -173,7 +173,7 @@ def _scores(q: Tensor, k: Tensor, options: Options) -> Tensor:
     return scores
 
 
-def _reference_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Forward:
+def _reference_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> ForwardResult:
     g, dtype = k.shape[1], torch.promote_types(q.dtype, torch.float32)
     q32, k32, v32 = (_grouped(x, g, dtype) for x in (q, k, v))
     scores = _scores(q32, k32, options)
@@ -204,7 +204,7 @@ def _reference_backward(
 # They index lse as a dense [b, n, sq] tensor. Context parallelism passes slices, so these are copied first.
 
 
-def _flash_cpu_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Forward:
+def _flash_cpu_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> ForwardResult:
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, options.causal, scale=options.scale)
     return out, lse, None
 
@@ -217,7 +217,7 @@ def _flash_cpu_backward(
     )
 
 
-def _flash_cuda_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Forward:
+def _flash_cuda_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> ForwardResult:
     out, lse, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_flash_attention(
         q, k, v, 0.0, options.causal, False, scale=options.scale
     )
@@ -233,7 +233,7 @@ def _flash_cuda_backward(
     )
 
 
-def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Forward:
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> ForwardResult:
     out, lse, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, options.causal, False, scale=options.scale
     )
@@ -271,7 +271,7 @@ def _import_flash_attn() -> Backend:
 
     off = dict(dropout_p=0.0, window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None)
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Forward:
+    def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> ForwardResult:
         tensors = (x.transpose(1, 2) for x in (q, k, v))
         out, lse, _, rng_state = _flash_attn_forward(
             *tensors, softmax_scale=options.scale, causal=options.causal, return_softmax=False, **off

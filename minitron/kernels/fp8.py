@@ -5,7 +5,7 @@ number spans few magnitudes, so each tensor needs a scale. Finding it costs anot
 
     cast every tensor once, for all products that read it           x: forward, weight gradient
                                                                     dy: input gradient, weight gradient
-    cast weights once per optimizer step, not per microbatch        `Fp8States.update_scales` drops the casts
+    cast weights once per optimizer step, not per microbatch        `Fp8States.end_step` drops the casts
     gather the cast                                                 half the traffic, one scale for all ranks
     cast in the kernels of norms, activations and their gradients   one pass less, if the scale is already known
 
@@ -192,7 +192,7 @@ class Fp8States:
     def __init__(self, states: Sequence[Fp8State]):
         self.states = states
 
-    def update_scales(self) -> None:
+    def end_step(self) -> None:
         """Drop the weights' casts and move the step's amax to the histories, just before the optimizer's update.
 
         With delayed scaling collective over tp and dp_cp.

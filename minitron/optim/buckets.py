@@ -175,7 +175,7 @@ class Bucket:
         self.data_slice, self.grad_slice = self.data[mine], self.grad[mine]
         if mesh.dp_cp.size > 1 or plan.key.sum_over_tp:
             self.grad_slice = self.grad_slice.float()
-        self.first_values = self._first_values() if in_fp8 else None
+        self.initial_masters = self._initial_masters() if in_fp8 else None
         self.pending: dict[str, int] | None = None  # name -> reports still to come; None before the last backward
         self.counting = False
         self.reduction: Handle[Tensor] = Handle(self.grad_slice)
@@ -191,13 +191,13 @@ class Bucket:
     def _adopt(self, span: Span, param: Param) -> None:
         place = slice(span.start, span.start + span.numel)
         view = self.data[place].view(self.key.dtype).view(param.shape)
-        if self.first_values is None:
+        if self.initial_masters is None:
             view.copy_(param.detach())
         param.data = view
         param.slot = GradSlot(self.grad[place].view(param.shape), partial(self.report, span.name))
 
-    def _first_values(self) -> Tensor:
-        """Return this rank's slice of the first values, float32."""
+    def _initial_masters(self) -> Tensor:
+        """Return this rank's slice of the initial masters, float32."""
         values, rank = torch.zeros_like(self.data_slice, dtype=torch.float32), self.slice_comm.axis.rank
         base = self.plan.slice_of(rank).start
         for span, first, last in self.plan.owned(rank):

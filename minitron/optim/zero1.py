@@ -73,7 +73,7 @@ class Zero1Optimizer:
     def __init__(self, gradients: Gradients, cfg: OptimizerConfig, kernels: Kernels):
         self.gradients, self.cfg = gradients, cfg
         buckets = gradients.buckets
-        self.masters = [b.data_slice.float() if b.first_values is None else b.first_values for b in buckets]
+        self.masters = [b.data_slice.float() if b.initial_masters is None else b.initial_masters for b in buckets]
         self.exp_avg = [torch.zeros_like(master) for master in self.masters]
         self.exp_avg_sq = [torch.zeros_like(master) for master in self.masters]
         self.steps = torch.zeros((), dtype=torch.float32, device=gradients.mesh.device)

@@ -29,7 +29,7 @@ from minitron.comm.handle import Handle
 from minitron.comm.mesh import Axis
 from minitron.config.sizes import ROUNDED_ONCE
 from minitron.kernels import plain
-from minitron.kernels.attention import Backend, Forward, Grads, Options
+from minitron.kernels.attention import Backend, ForwardResult, Grads, Options
 from minitron.kernels.rng import AttentionDropout
 from minitron.parallel.tiles import CuSeqlens, Documents, Tile, gathered_tiles, ring_tiles
 
@@ -144,7 +144,7 @@ class TileAttention:
             views = [tile_view(x, tile, side) for x, side in zip((dout, q, k, v, out), sides)]
             yield self.backend.backward(*views, _lse_view(lse, tile), saved, self._options(tile))
 
-    def _forward(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> Forward:
+    def _forward(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> ForwardResult:
         q, k, v = tile_view(q, tile, tile.queries), tile_view(k, tile, tile.keys), tile_view(v, tile, tile.keys)
         return self.backend.forward(q, k, v, self._options(tile))
 

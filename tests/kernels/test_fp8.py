@@ -188,7 +188,7 @@ def histories(magnitudes, mesh_shape):
     for step in magnitudes:
         for part in (0.5, 1.0, 0.25):  # microbatches
             gemm.quantize(torch.full((16, 16), step[mesh.rank] * part).bfloat16(), columnwise=True, update_history=True)
-        Fp8States([state]).update_scales()
+        Fp8States([state]).end_step()
         scales.append(float(state.scaling.scale[0]))
     return scales, gemm.history[:, 0].clone()
 

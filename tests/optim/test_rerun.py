@@ -292,7 +292,7 @@ def test_a_spike_that_is_skipped_is_no_overflow():
         trainer = SimpleNamespace(
             numerics=None,
             rerun=SimpleNamespace(forward_backward=lambda _, skip=skip: (torch.tensor(5.0), skip)),
-            fp8=SimpleNamespace(update_scales=lambda: None),
+            fp8=SimpleNamespace(end_step=lambda: None),
             scaler=scaler,
             optimizer=SimpleNamespace(step=lambda *_, skipped=skipped: SimpleNamespace(skipped=torch.tensor(skipped))),
             mesh=Mesh.offline(),

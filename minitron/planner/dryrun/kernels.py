@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from minitron.config.schema import Config
 from minitron.kernels import kernels, plain
-from minitron.kernels.attention import REFERENCE, Forward, Grads, Options
+from minitron.kernels.attention import REFERENCE, ForwardResult, Grads, Options
 from minitron.kernels.fp8_torch import TorchBlockFp8, TorchFp8
 from minitron.kernels.gemm import Gemm
 from minitron.kernels.kernels import Kernels
@@ -47,7 +47,7 @@ def choose(cfg: Config) -> Kernels:
     return Kernels(attend, sys.modules[__name__], gemm, adamw_, fp8, counts=chosen.counts)
 
 
-def _attention_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Forward:
+def _attention_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> ForwardResult:
     """Compute attention by the formulas. Results get the strides of q, as in the kernels of GPUs."""
     out, lse, saved = REFERENCE.forward(q, k, v, options)
     return torch.empty_like(q).copy_(out), lse, saved
