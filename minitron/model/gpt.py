@@ -190,14 +190,14 @@ class Head(nn.Module):
     The vocabulary is padded: only the first `num_ids` of this rank's columns are token ids. num_ids may be 0.
     """
 
-    def __init__(self, cfg: Config, context: LayerContext, tied: Param | None, gemm: Gemm):
+    def __init__(self, cfg: Config, context: LayerContext, tied_weight: Param | None, gemm: Gemm):
         super().__init__()
         m = cfg.model
         self.norm = Norm(m.hidden_size, m.norm_eps, context, bias=m.family == "gpt")
         shape = m.padded_vocab_size, m.hidden_size
-        if tied is None:
-            tied = context.parameter(shape, Shard(0, context.axis, shape[:1]), std=m.init_std)
-        self.weight, columns = tied, len(tied)
+        if tied_weight is None:
+            tied_weight = context.parameter(shape, Shard(0, context.axis, shape[:1]), std=m.init_std)
+        self.weight, columns = tied_weight, len(tied_weight)
         num_ids = min(max(m.vocab_size - context.axis.rank * columns, 0), columns)
         self.op = ColumnOp(self.weight, None, gemm, context.comm, context.weight_queue)
         self.loss = HeadLoss(self.op, context.kernels.ops, num_ids, m.head_piece)
@@ -226,20 +226,20 @@ class GPT(nn.Module):
         for i in layers:
             with room_for(f"block {i} of {m.num_layers}"):
                 self.blocks[str(i)] = Block(cfg, mesh, context, i, self.fp8_state)
-        tied = self.embedding.words.weight if self.embedding is not None and m.tie_embeddings else None
+        tied_weight = self.embedding.words.weight if self.embedding is not None and m.tie_embeddings else None
         with room_for("the head"):
-            self.head = Head(cfg, self.context, tied, self.fp8_state.head_gemm()) if last else None
+            self.head = Head(cfg, self.context, tied_weight, self.fp8_state.head_gemm()) if last else None
         self.seed, self.drops = cfg.train.seed, bool(m.hidden_dropout or m.attention_dropout)
         self.frequencies = None
         if m.positions == "rope":
             self.frequencies = rope_frequencies(m.head_width, m.rope_theta, m.rope_scaling).to(mesh.device)
         for name, param in named_params_of(self):
             param.spec = replace(param.spec, name=name)
-        if tied is None and self.head is not None and m.tie_embeddings:
-            tied = self.head.weight
-        if tied is not None:
+        if tied_weight is None and self.head is not None and m.tie_embeddings:
+            tied_weight = self.head.weight
+        if tied_weight is not None:
             uses = 2 if first and last else 1
-            tied.spec = replace(tied.spec, name="embedding.words.weight", tied=True, uses=uses)
+            tied_weight.spec = replace(tied_weight.spec, name="embedding.words.weight", tied=True, uses=uses)
 
     def units(self) -> Iterator[nn.Module]:
         """Yield the chunk's parts in the order in which a forward pass reaches them."""
