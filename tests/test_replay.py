@@ -166,12 +166,16 @@ def test_a_step_in_several_graphs_is_a_step(ranks, world, batch, layout, most_no
     assert same(ranks, world, cfg, most_nodes) == [graphs] * world
 
 
-@pytest.mark.parametrize("world, layout", [(1, ""), (2, "pp=2 vp=2")])
-def test_steps_of_another_size_are_recorded_anew(ranks, world, layout):
+@pytest.mark.parametrize(
+    "world, change, layout",
+    [(1, DROPOUT, ""), (2, DROPOUT, "pp=2 vp=2"), (1, fp8("delayed") | watched(2, "delayed"), "")],
+    ids=["", "stages", "counted"],
+)
+def test_steps_of_another_size_are_recorded_anew(ranks, world, change, layout):
     """Steps 1 to 4 have 2 samples, 5 to 8 have 3, or 4: of each two are eager, and two replayed."""
     size = 4 if world > 1 else 3
     sizes = {"global_batch_size": size, "batch_schedule": ((0, 2), (8, size)), "steps": 8}
-    cfg = config(GPT3, DROPOUT, {"model": {"num_layers": 4}, "train": sizes}, axes(layout))
+    cfg = config(GPT3, change, {"model": {"num_layers": 4}, "train": sizes}, axes(layout))
     assert same(ranks, world, cfg, graph.MOST_NODES) == [1 if world > 1 else 3] * world
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minitron.testing import RankPool, assert_close_rel
+from minitron.kernels.param import Shard
+from minitron.testing import Axis, RankPool, assert_close_rel, assert_same_training
 
 
 def sum_over_ranks(x, scale=1.0):
@@ -139,3 +140,28 @@ def test_assert_close_rel():
     assert_close_rel(torch.tensor([0, 0, 0.9 * eps, 0]), zero)
     with pytest.raises(AssertionError, match="gradient: norm of the difference"):
         assert_close_rel(torch.tensor([0, 0, 1.1 * eps, 0]), zero, name="gradient")
+
+
+def test_what_differs_from_one_process_is_found():
+    """Of two ranks with a half of `a` each, of which one has `b`."""
+    figures, whole = [{"loss": 2.0}, {"loss": 1.0}], {"a": torch.arange(4.0), "b": torch.ones(2)}
+    (low, high), shards = whole["a"].split(2), [Shard(0, Axis("tp", rank, 2, ()), (4,)) for rank in (0, 1)]
+    first, second = {"a": (low, shards[0])}, {"a": (high, shards[1]), "b": (whole["b"], None)}
+
+    def compare(of_first=first, of_second=second, of_whole=whole, steps=figures):
+        assert_same_training([(figures, of_first), (steps, of_second)], figures, of_whole, 1e-5)
+
+    compare()
+    wrong = [
+        {"of_second": {"a": second["a"]}},  # no rank has `b`
+        {"of_whole": {"a": whole["a"]}},
+        {"of_first": {"a": (high, shards[0])}},
+        {"of_second": second | {"b": (whole["b"] * 1.1, None)}},
+        {"steps": [figures[0], {"loss": 1.1}]},
+        {"steps": [{"loss": float("nan")}, figures[1]]},
+    ]
+    for change in wrong:
+        with pytest.raises(AssertionError):
+            compare(**change)
+    with pytest.raises(ValueError):
+        compare(steps=figures[:1])

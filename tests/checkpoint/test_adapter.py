@@ -233,6 +233,9 @@ def test_the_fingerprint_of_merged_weights_is_of_both_parts(bases, tmp_path, mon
     monkeypatch.setattr(MergedAdapter, "read", lambda *_: pytest.fail("a sum was read"))
     assert fingerprint(open_weights(str(tmp_path / "run"))) == marks[1]
     assert len({*marks, fingerprint(hf.FolderReader(bases("llama")))}) == 3
+    merged = open_weights(str(tmp_path / "run"))
+    merged.base_fingerprint = marks[0]  # the same adapter beside another base
+    assert fingerprint(merged) not in marks
 
 
 def test_any_box_of_merged_weights_is_a_part_of_the_whole(bases, tmp_path):

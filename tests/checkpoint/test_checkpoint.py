@@ -188,7 +188,7 @@ def test_slices_of_any_number_of_nodes_are_saved_alike(ranks, tmp_path):
         (4, dict(cp=2), {"model": {"hidden_dropout": 0.2}}),
         (2, dict(pp=2, vp=2), FP16),
         (2, {}, {"precision": {"dtype": "bf16"}}),
-        (2, dict(tp=2), FP8),
+        (4, dict(tp=2, pp=2, vp=2), FP8),
         (4, {}, LEVELS),
     ],
     ids=["dropout", "context", "fp16", "bf16", "fp8", "levels"],

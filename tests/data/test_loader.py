@@ -36,9 +36,11 @@ def test_a_step_reads_each_of_its_samples_once_in_megatrons_order(world, micro):
             assert [rank[i] for rank in drawn] == expected
 
 
-def test_the_samples_of_the_next_step_are_read_ahead():
+@pytest.mark.parametrize("micro", [1, 2])
+def test_the_samples_of_the_next_step_are_read_ahead(micro):
     """Of steps of 2, 2, 4, 6 and 8 samples, without the samples 5 to 8; none if the data end before."""
-    change = {"train": {"batch_ramp": (2, 2, 12)}, "data": {"skip_samples": ((5, 9),)}}
+    train = {"batch_ramp": (2, 2, 12), "micro_batch_size": micro}
+    change = {"train": train, "data": {"skip_samples": ((5, 9),)}}
     (loader,), data = loaders(1, change)
     ends = [2, 4, 8, 14, 22, 30]
     for begin, end in pairwise([0, *ends[:-1]]):

@@ -149,6 +149,7 @@ def cross_entropy():
         logits, labels = 3 * randn(6, 2, vocab), torch.arange(12).view(6, 2) * 19
         labels[0, 0] = first + num_ids - 1  # the last id that is here, and the first that is not
         labels[0, 1] = first + num_ids
+        logits[1, :, num_ids - 1] = 14.0  # the largest of a row, in the last block
         logits[..., num_ids:] = float("inf")  # padding
         mine, twins = (ops.softmax_sums(logits, labels, first, num_ids) for ops in (fused, plain))
         if num_ids:

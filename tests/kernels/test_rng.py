@@ -63,6 +63,12 @@ def test_all_64_bits_of_a_name_count(a, b):
     assert (a == b) == (words[0] == words[1])  # hypothesis draws far fewer than the 2^16 that would meet a collision
 
 
+def test_each_bit_of_a_name_counts():
+    """Two random names differ in many bits."""
+    names = [0, *(1 << bit for bit in range(63)), -(1 << 63)]
+    assert len({rng._hash(1, name) for name in names}) == len(names)
+
+
 # ---- statistics ---------------------------------------------------------------------------------------------------
 
 

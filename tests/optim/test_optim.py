@@ -285,6 +285,13 @@ def test_a_run_that_ends_within_its_warm_up_never_decays(schedule):
     assert rates == pytest.approx([step / 20 for step in range(1, 11)])
 
 
+@pytest.mark.parametrize("decay", [{"wsd_decay_steps": 5}, {"wsd_decay_share": 0.5}], ids=str)
+def test_a_decay_that_would_begin_within_the_warm_up_begins_at_its_end(decay):
+    cfg = OptimizerConfig(lr=1.0, min_lr=0.1, lr_schedule="wsd", warmup_steps=8, **decay)
+    rates = [learning_rate(cfg, TrainConfig(global_batch_size=8, steps=10), step * 8) for step in range(7, 11)]
+    assert rates == pytest.approx([7 / 8, 1.0, 0.1 + 0.9 * (1 - math.sqrt(0.5)), 0.1])
+
+
 @settings(deadline=None)  # other work on the machine is no failure
 @given(st.integers(0, 400), st.integers(0, 100), st.integers(1, 300), st.sampled_from(["cosine", "linear"]))
 def test_limits_in_samples_equal_limits_in_steps_and_the_decay_never_rises(step, warmup, length, schedule):
