@@ -22,6 +22,7 @@ from minitron.data.blend import BlendedDataset
 from minitron.data.build import _open
 from minitron.data.cache import Cache
 from minitron.data.indexed import IndexedDataset, IndexedWriter
+from minitron.data.mock import MockDataset
 from minitron.interop.rows import READERS
 from minitron.interop.tokenizers import ByteTokenizer, load_tokenizer
 from minitron.planner.dryrun.kernels import cached_by_shape
@@ -281,6 +282,53 @@ def test_tokens_of_answers_are_of_files_and_of_all_that_encodes_them(tmp_path, m
     assert_keyed(cache, make_hf, FOLDERS, monkeypatch)
     begun, plain = make_hf(settings={"add_bos_token": True}), make_hf()
     assert begun.get(0, 99)[0].tolist() == [1, *plain.get(0, 99)[0].tolist()]
+
+
+# ---- what a resumed run knows its samples by -------------------------------------------------------------------------
+
+MOCK = {
+    "the vocabulary": {"vocab_size": 11},
+    "the length of a sample": {"seq_len": 17},
+    "the seed": {"seed": 1},
+    "the longest document": {"longest": 5},
+    "that there is none": {"longest": None},
+    f"{UNCHANGED}the number of samples": {"num_samples": 5},
+}
+PACKED = {
+    "the first document": {"part": range(1, 3)},
+    "the last document": {"part": range(2)},
+    "the length of a sample": {"seq_len": 6},
+    "the seed": {"seed": 1},
+    "that long documents are left out": {"too_long": "skip"},
+    "what is in a document": {"last": LINES[0]},
+    f"{UNCHANGED}where that was said": {"too_long": "truncate"},
+}
+MIXED = {
+    "a weight": {"weights": (1, 3)},
+    "a part": {"seeds": (1, 3)},
+    "the order of parts": {"seeds": (2, 1)},
+    f"{UNCHANGED}the number of samples": {"num_samples": 9},
+    f"{UNCHANGED}the sum of weights": {"weights": (2, 4)},
+}
+
+
+def test_samples_are_known_by_all_that_they_follow_from(tmp_path):
+    def mock(vocab_size=10, seq_len=16, num_samples=4, seed=0, longest=4):
+        return MockDataset(vocab_size, seq_len, num_samples, seed, longest=longest)
+
+    def packed(part=range(3), seq_len=5, seed=0, too_long="truncate", last=LINES[1]):
+        (path := tmp_path / "data.jsonl").write_text("\n".join([*LINES, last]))
+        files = sft.TokenizedFiles([path], ByteTokenizer(), Cache(tmp_path / "cache"), READERS)
+        return sft.SFTDataset(files, part, seq_len, seed, too_long)
+
+    def mixed(weights=(1, 2), seeds=(1, 2), num_samples=8):
+        parts = [packed(seed=seed).of_length(20) for seed in seeds]
+        return BlendedDataset(parts, weights, num_samples, Cache(tmp_path / "cache"))
+
+    for make, table in (mock, MOCK), (packed, PACKED), (mixed, MIXED):
+        usual = make().fingerprint
+        for ingredient, change in table.items():
+            assert (make(**change).fingerprint == usual) == ingredient.startswith(UNCHANGED), (make, ingredient)
 
 
 # ---- compiled kernels, and what a dry run keeps ---------------------------------------------------------------------

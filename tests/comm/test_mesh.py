@@ -1,6 +1,9 @@
 """The mesh: coordinates against a numpy array of ranks, and process groups against the coordinates."""
 
+import math
 import time
+from collections import Counter
+from itertools import product
 
 import numpy as np
 import pytest
@@ -9,7 +12,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minitron.comm.mesh import AXES, Mesh
+from minitron.comm.activity import Activity
+from minitron.comm.mesh import AXES, Mesh, _data_ranks_of_a_node, offline_axes
 from minitron.planner.dryrun.dryrun import fake_world
 
 NAMES = (*AXES, "dp_cp", "tied_stages", "world")
@@ -172,3 +176,21 @@ def untied():
 
 def test_without_tied_embeddings_nobody_makes_their_group(ranks):
     assert ranks(4, untied) == [((rank,), None) for rank in range(4)]
+
+
+def test_levels_are_made_where_each_node_has_as_many_data_ranks():
+    """Counted rank by rank, for nodes of any size, of which the last may be smaller."""
+    found = Counter()
+    for shape, node in product(product((1, 2), (1, 2, 3, 4), (1, 2), (1, 2, 3, 4)), range(1, 13)):
+        world = math.prod(shape)
+        node_of = [rank // node for rank in range(world)]
+        lines = {offline_axes(rank, shape, False, Activity())["dp_cp"].ranks for rank in range(world)}
+        counts = {n for ranks in lines for n in Counter(node_of[rank] for rank in ranks).values()}
+        expected = counts.pop() if len(counts) == 1 else 0
+        if all(len({node_of[rank] for rank in ranks}) == 1 for ranks in lines):
+            expected = None
+        mine = _data_ranks_of_a_node(shape, [node_of.count(n) for n in node_of])
+        # With a part of some tensor-parallel group on each node there could be more levels of one rank.
+        assert mine == expected or (mine, expected) == (0, 1), (shape, node)
+        found[mine] += 1
+    assert {None, 0, 1, 2, 3, 4} <= found.keys()

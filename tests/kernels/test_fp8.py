@@ -352,6 +352,14 @@ def test_the_head_is_one_more_product(base, recipe):
         assert names[-1] == "head" and len(names) == len(state.gemms)
 
 
+def test_a_head_beside_blocks_in_bf16_alone_has_its_history():
+    """So it is on the last stage, if blocks at the ends stay in bf16."""
+    cfg = toy("delayed", precision={"fp8_head": True, "fp8_bf16_layers": 1}, model={"vocab_size": 128})
+    last = range(cfg.model.num_layers - 1, cfg.model.num_layers)
+    state = Fp8State(cfg, last, True, Mesh.offline(), Kernels(fp8=choose_fp8(cfg.precision, CPU)))
+    assert type(state.gemm(last[0])) is Gemm and state.head_gemm().history.shape == (HISTORY, 3)
+
+
 def losses_alone(cfg):
     return run(cfg, 4)[0]
 

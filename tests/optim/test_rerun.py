@@ -275,6 +275,14 @@ def test_losses_that_stay_high_are_a_new_level():
         compared.forward_backward([batch])
 
 
+def test_spikes_before_a_restart_count_among_those_in_a_row():
+    compared, resumed = with_history(2.0, 0.5), with_history(2.0, 0.5, steps=0)
+    batch = SimpleNamespace(samples=torch.tensor([7]), count=1)
+    assert all(compared.forward_backward([batch])[1] for _ in range(rerun.IN_A_ROW - 1))
+    resumed.restore(json.loads(json.dumps(compared.state())))
+    assert [resumed.forward_backward([batch])[1] for _ in range(2)] == [True, False]
+
+
 @pytest.mark.parametrize("norm, skip", [(0.5, True), (math.inf, False)])
 def test_a_loss_that_is_not_finite_skips_the_update(norm, skip):
     """If the norm is not finite, too, the optimizer skips it."""
