@@ -7,12 +7,14 @@ import os
 from pathlib import Path
 from re import sub
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
 from failing_disk import ERRNOS, FailingDisk
 from layouts import LLAMA, config
 from minitron import pretrain
+from minitron.checkpoint import destination
 from minitron.checkpoint.directory import TakenOver, begin, check_owner, checkpoints, claim, newest
 from minitron.checkpoint.format import CheckpointError
 from minitron.checkpoint.reader import Reader
@@ -207,3 +209,19 @@ def test_a_run_whose_disks_fail_for_a_while_goes_on(tmp_path, capsys, monkeypatc
     reader = Reader(folder / "saves")
     reader.verify()
     assert reader.iteration == 8 and list(checkpoints(folder / "saves"))[-2:] == [6, 8]
+
+
+def test_a_run_whose_last_save_fails_is_not_complete_and_the_same_command_completes_it(tmp_path, capsys):
+    write = destination.write_shard
+
+    def fails(path, shards):
+        if path.parent.name.startswith("step_00000002"):
+            raise CheckpointError("no space left on device")
+        return write(path, shards)
+
+    command = [*COMMAND, f"checkpoint.dir={tmp_path}", "train.steps=2", "checkpoint.every=1"]
+    with mock.patch.object(destination, "write_shard", fails), pytest.raises(SystemExit) as ended:
+        pretrain.main(command)
+    assert ended.value.code not in (None, 0) and Reader(tmp_path).iteration == 1
+    pretrain.main(command)
+    assert Reader(tmp_path).iteration == 2 and "Traceback" not in capsys.readouterr().err
