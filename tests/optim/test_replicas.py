@@ -182,10 +182,10 @@ def test_a_flipped_bit_and_a_swap_change_the_sums(rows, columns, dtype, data):
 @pytest.mark.parametrize(
     "world,cfg",
     [
-        (8, small(GPT3, model=dict(num_layers=4), parallel=dict(tp=2, pp=2, vp=2))),
+        (8, small(GPT3, parallel=dict(tp=2, pp=2))),
         (8, small(LLAMA, parallel=dict(tp=2, pp=2, sequence_parallel=False), precision=dict(dtype="bf16"))),
         (4, small(GPT3, parallel=dict(pp=2, overlap_grads=False), precision=dict(dtype="fp16", loss_scale=2.0**24))),
-        (4, small(LLAMA, **LORA, parallel=dict(tp=2))),
+        (4, small(LLAMA, **LORA, model=dict(num_layers=4), parallel=dict(pp=2, vp=2))),
         (4, small(LLAMA, **LORA, parallel=dict(tp=2, cp=2, sequence_parallel=False), precision=dict(dtype="bf16"))),
         (2, small(GPT3, parallel=dict(tp=2, sequence_parallel=False), data=dict(separate_documents=True))),
         (2, small(LLAMA, parallel=dict(pp=2))),
