@@ -1,6 +1,6 @@
-"""Fine-tune a model that exists: all of its weights (finetune.kind=sft), or adapters beside them (lora).
+"""Fine-tune an existing model: train all weights (finetune.kind=sft), or adapters beside frozen weights (lora).
 
-It starts from finetune.base, a Hugging Face folder or a minitron checkpoint. Layouts, checkpoints and logs are those of
+The model is finetune.base, a Hugging Face folder or a minitron checkpoint. Layouts, checkpoints and logs are those of
 minitron.pretrain.
 """
 

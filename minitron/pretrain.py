@@ -70,7 +70,7 @@ def main(
 
 
 def run(argv: list[str] | None, description: str, finetune: bool, listener: Listener) -> int:
-    """Train until the last step, or until a signal, whose number it returns. With --evaluate only evaluate."""
+    """Train until the last step or until a signal; return the signal's number or 0. With --evaluate only evaluate."""
     imported = time.time()
     with cli.user_errors():
         rank, world, local_rank, ranks_here = read_torchrun_env(os.environ)
@@ -186,7 +186,7 @@ def read_torchrun_env(environ: Mapping[str, str]) -> tuple[int, int, int, int]:
 
 
 def ranks_of_node(environ: Mapping[str, str]) -> int:
-    """Return how many ranks follow each other on this node; 0 if the environment does not say, or if they do not."""
+    """Return the number of ranks on this node; 0 if it is unknown or their numbers are not consecutive."""
     rank, _, local_rank, count = read_torchrun_env(environ)
     return count if "LOCAL_WORLD_SIZE" in environ and rank % count == local_rank else 0
 
@@ -205,7 +205,7 @@ def check_meeting_place(environ: Mapping[str, str], world: int) -> None:
 
 
 def describe_run(log: Log, trainer: Trainer, data: Datasets, start: ResumePoint, device: str, startup: Startup) -> None:
-    """Write the row of a start, and what the run consists of. device: the GPU's name, or "cpu"."""
+    """Log the start of the run, and its data, model and layout. device: the GPU's name, or "cpu"."""
     cfg, mesh = trainer.cfg, trainer.mesh
     log.record(
         "run",
@@ -243,7 +243,7 @@ def describe_run(log: Log, trainer: Trainer, data: Datasets, start: ResumePoint,
 
 
 def end_of_run(log: Log, stall_seconds: float) -> None:
-    """Write the row of the end, and where the time of all starts went. stall_seconds: the end's wait for a save."""
+    """Log the end of the run, and the shares of its time over all starts. stall_seconds: the wait for the last save."""
     if log.metrics is None or log.last_step is None:
         return
     from minitron.supervise.goodput import of_run  # only used here
@@ -303,7 +303,7 @@ def make_exporter(cfg: Config, log: Log) -> Exporter | None:
 def build_data(cfg: Config, start: ResumePoint = ResumePoint(), first_on_node: bool = True) -> Datasets:
     """Open the data of the run. A resumed run keeps its order of samples, also with another number of steps.
 
-    Safe on all ranks at once, and needs no process group. first_on_node: see build_datasets. Raises ValueError.
+    All ranks may call it at once. It needs no process group. first_on_node: see build_datasets. Raises ValueError.
     """
     from minitron.interop.rows import READERS
 
@@ -332,14 +332,14 @@ def build_data(cfg: Config, start: ResumePoint = ResumePoint(), first_on_node: b
 
 
 def consumed_after(cfg: Config, start: ResumePoint, step: int) -> int:
-    """Return how many samples of the data are read until the end of a step of this run."""
+    """Return the number of samples of the data that this run has read at the end of a step."""
     skipped = cfg.data.skip_samples
     before = trained_of(skipped, start.consumed_samples)
     return consumed_of(skipped, trained_after(cfg.train, max(0, step - start.step), before) - 1) + 1
 
 
 def step_after(cfg: Config, start: ResumePoint, samples: int) -> int:
-    """Return the first step of this run at whose end so many samples are read."""
+    """Return the first step of this run that ends after `samples` samples of the data have been read."""
     return max(start.step, bisect_left(range(MAX_STEPS), samples, key=partial(consumed_after, cfg, start)))
 
 

@@ -2,7 +2,7 @@
 
 Problem: when one rank of a thousand stops, the others wait for it in a collective, and their stacks do not show why.
 The idea: every rank keeps an `Activity`, a few attributes that the training thread overwrites: step, schedule action,
-collective. Every `Axis` has it, so every collective writes to it, and it is no global. runtime/watch.py reads it in a
+collective. Every `Axis` has it, so every collective writes to it without a global. runtime/watch.py reads it in a
 run. A dry run's recorder (planner/dryrun/dryrun.py) is an Activity that keeps every collective.
 
 An Activity also drives two clocks of the same actions: `Progress`, how far a GPU is, and `Stopwatch`, how long a rank

@@ -9,7 +9,7 @@ summed over either dim therefore has two casts: rowwise [m, k] and columnwise [k
 
 `TorchFp8` has one scale per tensor, which is an argument or computed from the tensor. `TorchBlockFp8` has a power of
 two for each 128 values of a row, or for each 128 x 128 tile of a weight. So small values survive beside a large one,
-and e4m3 has enough range for gradients, too. A run makes one of them.
+and e4m3 has enough range for gradients. A run uses one of the two classes.
 
 Sources: Micikevicius et al. 2022, "FP8 formats for deep learning"; DeepSeek-AI 2024, "DeepSeek-V3" (blocks).
 """

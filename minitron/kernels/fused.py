@@ -579,8 +579,7 @@ def add_rows_(table: Tensor, ids: Tensor, first: int, rows: Tensor, in_order: bo
 
 @triton.jit
 def _softmax_sums(logits, labels, top, total, picked, vocab, num_ids, first, BLOCK: tl.constexpr):
-    # Loads are masked by the row's end, not by num_ids: a bound that is no multiple of 16 would keep them from being
-    # vectorized.
+    # Loads are masked by the row's end, not by num_ids: they are vectorized only if the bound is a multiple of 16.
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row) - first
     best, summed = float("-inf"), 0.0

@@ -1,7 +1,7 @@
 """The same initial weights in every layout.
 
-A parameter's values depend on the seed and on its name in the whole model, never on the rank: each rank draws the full
-tensor from a generator of the parameter's own and keeps its slice. It costs tp times the random numbers, once.
+A parameter's values depend on the seed and on its name in the whole model, never on the rank. Each parameter has a
+generator, from which every rank draws the full tensor and keeps its slice. So ranks draw tp times the numbers, once.
 """
 
 from __future__ import annotations

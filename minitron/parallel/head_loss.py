@@ -8,7 +8,7 @@ gradient of the loss (`loss_grad`) can make all gradients of a piece at once, an
                 dW += dlogits^T x. Beside these products the next piece is gathered, and the previous dx scattered
     backward    return dx
 
-Under sequence parallelism piece c is the c-th part of each rank's slice, so each rank gathers a part of its own slice:
+Under sequence parallelism piece c consists of the c-th part of each rank's slice, which the ranks gather:
 
     2 ranks, pieces of 4 of 8 tokens     rank 0 has 0 1 2 3, rank 1 has 4 5 6 7     pieces 0 1 4 5 and 2 3 6 7
 

@@ -265,7 +265,7 @@ class SymmetricMemoryComm(ProcessGroupComm):
         if not buffers or buffers[0].nbytes < need:
             self.axis.activity.enter("rendezvous", self.axis, need)
             torch.cuda.synchronize()
-            dist.barrier(self.axis.group)  # another rank may still read the old memory
+            dist.barrier(self.axis.group)  # another rank may still read the previous memory
             self.axis.activity.leave()
             buffers[:] = [SymmetricBuffer(self.axis, need, self.device) for _ in range(2)]
             self.nbytes = sum(buffer.nbytes for pair in self._buffers.values() for buffer in pair)
