@@ -48,7 +48,7 @@ from minitron.interop import hf
 from minitron.interop.hf_tokenizer import end_of_answers, spec_of
 from minitron.interop.tokenizers import load_tokenizer
 from minitron.interop.weights import best_kind, config_of, open_weights
-from minitron.kernels.attention import Backend, Forward, Options
+from minitron.kernels.attention import Backend, ForwardResult, Options
 from minitron.kernels.gemm import DTYPES
 from minitron.kernels.kernels import choose as choose_kernels
 from minitron.model.gpt import GPT
@@ -171,7 +171,7 @@ class KVCache:
     def __init__(self, inner: Backend):
         self.inner, self.past = inner, None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Forward:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> ForwardResult:
         assert self.past is None or q.shape[2] == 1, "after the prompt, one token at a time"
         if self.past is not None:
             k, v = (torch.cat(pair, 2) for pair in zip(self.past, (k, v)))
