@@ -27,8 +27,8 @@ if __name__ == "__main__":  # before torch is loaded, which takes seconds
 import torch
 import torch.distributed as dist
 
-from minitron.checkpoint.load import ResumePoint, agree, check_data, newest_local_save, restore
-from minitron.checkpoint.save import Exporter
+from minitron.checkpoint.load import ResumePoint, agree_on_start, check_data, newest_local_save, restore
+from minitron.checkpoint.save import ExporterProtocol
 from minitron.checkpoint.weights import Weights
 from minitron.comm.activity import Stopwatch
 from minitron.comm.collectives import all_reduce_
@@ -38,7 +38,7 @@ from minitron.config.batch import consumed_of, trained_after, trained_of
 from minitron.config.schema import MAX_STEPS, Config, changed
 from minitron.config.text import shown
 from minitron.data.build import Datasets, build_datasets
-from minitron.data.evaluation import Evaluation, alone
+from minitron.data.evaluation import Evaluation, evaluation_only
 from minitron.kernels import kernels
 from minitron.runtime import profiling
 from minitron.runtime.log import Log
@@ -98,7 +98,7 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
         device, name, capability = choose_device(local_rank, ranks_here)
         rules.check(cfg, world, capability)
         if evaluates:
-            cfg = alone(cfg)
+            cfg = evaluation_only(cfg)
         if cfg.train.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it to be deterministic
             torch.use_deterministic_algorithms(True)
@@ -123,7 +123,7 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
         with watched(mesh, log, cfg.train.hang_seconds, listener, signer):
             with cli.user_errors(quiet=rank > 0):  # raised on all ranks alike
                 mesh.activity.begin("load")
-                start = agree(cfg, mesh, open_weights, first_on_node)
+                start = agree_on_start(cfg, mesh, open_weights, first_on_node)
                 if evaluates and start.reader is start.base_weights is None:
                     fix = "set checkpoint.dir to one, or finetune.base or checkpoint.load to weights"
                     raise ValueError(f"--evaluate: checkpoint.dir={shown(cfg.checkpoint.dir)} has no checkpoint; {fix}")
@@ -291,7 +291,7 @@ def open_weights(path: str, vocab_multiple: int, key: str) -> Weights:
     return weights.open_weights(path, vocab_multiple, key)
 
 
-def make_exporter(cfg: Config, log: Log) -> Exporter | None:
+def make_exporter(cfg: Config, log: Log) -> ExporterProtocol | None:
     """Return the exporter of saves, if checkpoint.export is set."""
     if cfg.checkpoint.export == "none":
         return None

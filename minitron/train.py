@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from minitron.checkpoint.load import ResumePoint
-from minitron.checkpoint.save import Checkpointer, Exporter, Saves
+from minitron.checkpoint.save import Checkpointer, ExporterProtocol, Saves
 from minitron.checkpoint.state import State
 from minitron.comm.collectives import all_reduce_
 from minitron.comm.mesh import Mesh
@@ -192,7 +192,7 @@ def train(
     stop: Stop,
     start: ResumePoint,
     startup: Startup,
-    exporter: Exporter | None = None,
+    exporter: ExporterProtocol | None = None,
 ) -> float:
     """Run the steps after those of `start` until the last one, or until `stop` ends the run.
 

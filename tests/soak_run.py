@@ -62,12 +62,12 @@ EXPECTED = {
     "rank": "rank {rank} on {host} was killed by SIGKILL",
     "agent": "the agent on {host} was killed by SIGKILL",
     "node": r"node {node} \({host}\) is lost",
-    "stop": "rank {rank} on {host} stood still",
+    "stop": "rank {rank} on {host} made no progress",
     "exception": "rank {rank} on {host} ended with status 1: RuntimeError: planted",
     "term": "{host} got SIGTERM",
     "disk": r"checkpoint of step \d+ failed, training goes on",
-    "nan": "rank {rank} on {host} has a broken device: .* the gradient norm is nan.* rank {rank} is another one: .*",
-    "spike": r"rank {rank} on {host} has a broken device: .* the gradient norm is \d.* rank {rank} is another one: .*",
+    "nan": "rank {rank} on {host} has a broken device: .* norm is nan.* rank {rank} got a different result: .*",
+    "spike": r"rank {rank} on {host} has a broken device: .* norm is \d.* rank {rank} got a different result: .*",
 }
 
 

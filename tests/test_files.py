@@ -11,8 +11,8 @@ from minitron.interop.limits import limited_memory
 @pytest.mark.parametrize(
     "what, message",
     [
-        ("pipe", "no regular file"),
-        ("device", "no regular file"),
+        ("pipe", "not a regular file"),
+        ("device", "not a regular file"),
         ("folder", "Is a directory"),
         ("nothing", "No such file"),
     ],
@@ -43,8 +43,8 @@ def test_a_file_may_be_too_large(tmp_path):
     "text, message",
     [
         ("[" * 2000 + "]" * 2000, "nested too deeply"),
-        ("NaN", "NaN is no number of JSON"),
-        ("[-Infinity]", "no number"),
+        ("NaN", "NaN is not a number in JSON"),
+        ("[-Infinity]", "not a number"),
         ("1e400", "1e400 is too large a number"),
         ("9" * 5000, "digits"),
         ("{", "Expecting"),

@@ -253,7 +253,7 @@ def test_uneven_stages(ranks, world, layout, counts):
     ],
 )
 def test_micro_batch_size_changes_nothing(ranks, world, layout, micro):
-    """Also fewer microbatches than stages, and a number that is no multiple of the stages."""
+    """Also fewer microbatches than stages, and a number that is not a multiple of the stages."""
     change = {**DOCUMENTS, "train": {"global_batch_size": 8}}
     assert_equals_one_process(ranks, world, LLAMA, change, axes(layout), {"train": {"micro_batch_size": micro}})
 

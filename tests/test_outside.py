@@ -228,7 +228,7 @@ TABLE = [
         (
             "runtime/test_faults.py::test_a_stranger_at_the_store_of_a_run_does_not_stop_it",
             "runtime/test_faults.py::test_a_gate_whose_key_somebody_deletes_is_closed_all_the_same",
-            "runtime/test_rendezvous.py::test_a_stranger_s_answers_and_arrivals_are_ignored",
+            "runtime/test_rendezvous.py::test_a_stranger_s_replies_and_arrivals_are_ignored",
             "comm/test_agree.py::test_all_ranks_get_the_answer_of_rank_0",
         ),
     ),

@@ -18,11 +18,11 @@ import torch
 
 from layouts import config, lowered, mesh_of
 from minitron import pretrain
-from minitron.checkpoint.load import ResumePoint, agree, restore
+from minitron.checkpoint.load import ResumePoint, agree_on_start, restore
 from minitron.comm.mesh import Mesh
 from minitron.config import cli, rules
 from minitron.config.schema import Config
-from minitron.data.evaluation import Evaluation, alone
+from minitron.data.evaluation import Evaluation, evaluation_only
 from minitron.data.loader import Loader
 from minitron.runtime.log import Log
 from minitron.runtime.observer import Observer
@@ -121,7 +121,7 @@ def leg(cfg: Config, until: int) -> list[dict]:
     """Go on from what is in checkpoint.dir up to a step, and save: what each step logs."""
     torch.set_num_threads(1)
     mesh, logged = mesh_of(cfg), []
-    start = agree(cfg, mesh, pretrain.open_weights)
+    start = agree_on_start(cfg, mesh, pretrain.open_weights)
     data, trainer = pretrain.build_data(cfg, start), build(cfg, mesh)
     restore(start, trainer.state)
 
@@ -198,7 +198,7 @@ def test_only_steps_to_come_must_divide_among_the_ranks(steps, world, fits):
     if fits:
         rules.check_batch_sizes(cfg, world, TRAINED[steps - 1] if steps else 0)
     else:
-        with pytest.raises(ValueError, match="train.batch_schedule: the size=2 is no multiple"):
+        with pytest.raises(ValueError, match="train.batch_schedule: the size=2 is not a multiple"):
             rules.check_batch_sizes(cfg, world)
 
 
@@ -208,9 +208,9 @@ def test_only_steps_to_come_must_divide_among_the_ranks(steps, world, fits):
 def evaluated(words: list[str], axes: dict) -> float:
     """The validation loss of the newest checkpoint."""
     torch.set_num_threads(1)
-    cfg = alone(config(cli.load(words), {"parallel": axes}))
+    cfg = evaluation_only(config(cli.load(words), {"parallel": axes}))
     mesh = mesh_of(cfg)
-    start = agree(cfg, mesh, pretrain.open_weights)
+    start = agree_on_start(cfg, mesh, pretrain.open_weights)
     trainer = build(cfg, mesh)
     restore(start, trainer.state)
     log, never = mock.Mock(), mock.Mock(should_stop=lambda: False)
@@ -282,4 +282,4 @@ def test_an_evaluation_is_no_dry_run(capsys):
 def test_an_evaluation_needs_no_epochs():
     """Its configuration passes the rules where a run of epochs does."""
     run = config(Config(), {"train": {"epochs": 2.0}, "data": {"source": "sft"}, "finetune": {"kind": "sft"}})
-    assert alone(run).train.epochs is None
+    assert evaluation_only(run).train.epochs is None

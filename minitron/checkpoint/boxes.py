@@ -96,9 +96,9 @@ def whole_shape(local: tuple[int, ...], shard: Shard | None) -> tuple[int, ...]:
 def covers(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
     """Tell whether the boxes hold every element of a tensor of this shape exactly once.
 
-    A box adds 1 at its first corner and takes it away where it ends. In one dim, [0, 2) and [2, 5) give +1 at 0, -1 at
-    2, +1 at 2, -1 at 5: together those of [0, 5). So the sums at all corners must equal those of the whole tensor, and
-    no pair of boxes is compared.
+    A box adds +1 or -1 at each of its corners: -1 if the corner is an end in an odd number of dims. In one dim, [0, 2)
+    and [2, 5) give +1 at 0, -1 at 2, +1 at 2, -1 at 5: together those of [0, 5). So the sums at all corners must equal
+    those of the whole tensor, and no pair of boxes is compared.
     """
     if not shape:
         return len(boxes) == 1

@@ -1,13 +1,13 @@
 """CRC-32 of a large file by several threads.
 
 Problem: zlib sums one stream at some GB/s on one core, and a rank saves and resumes tens of gigabytes while the other
-cores have nothing to do. The idea: threads sum blocks, each by itself, and the sums are put together in order. The bits
-of a CRC are the coefficients of a polynomial, the remainder of the data by a fixed one, P. So of two blocks
+cores have nothing to do. The idea: threads sum blocks, each by itself, and the sums are joined in order. A CRC is a
+polynomial over bits: the data, read as a polynomial, modulo a fixed polynomial P. So for two blocks A and B
 
     crc(AB) = crc(A) * x^(8 * len(B)) mod P  +  crc(B)
 
-and x^(8 * len(B)) is the same for all blocks of a length. Polynomials over two elements add by exclusive or. zlib keeps
-the coefficient of x^0 in the highest bit, as here.
+and x^(8 * len(B)) is the same for all blocks of a length. Polynomials over bits add by exclusive or. As in zlib, the
+highest bit is the coefficient of x^0.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _sum(block: Callable[[], bytes | memoryview]) -> tuple[int, int]:
 
 
 def joined(first: int, second: int, length: int) -> int:
-    """Return the CRC-32 of A and B together, of those of A and of B, which has `length` bytes."""
+    """Return the CRC-32 of A and B together. first, second: those of A and B; length: bytes of B."""
     return _product(first, _shift(length)) ^ second
 
 

@@ -1,4 +1,4 @@
-"""Make one checkpoint of the files of many ranks: in a directory that all nodes share, or one on each node's disk.
+"""Commit the files of all ranks as one checkpoint, in a directory that all nodes share or in one directory per node.
 
 Problem: a save consists of files of many ranks, and either all of them appear under its name or none. A shared disk is
 slow, too, so saves are rare, and a failure costs the work since the last one. But most failures leave the nodes' own
@@ -13,9 +13,9 @@ temporary name. Then the leader writes an index of the files of its ranks, and c
 
 A node's index lists the files of its ranks only, so it stays small in a large job. All indices of a local save have the
 same `local_save`, a random name. A start resumes from a local save (load.py) if it is newer than the shared one, all
-nodes have it, and each rank finds all boxes that it needs on its node, undamaged. Another layout can use a local save
-only on a single node. A local save stores the checksum of the shared checkpoint that it follows, and counts only for a
-start from this checkpoint. So the saves of another run, or from before going back, are never used.
+nodes have it, and each rank finds all boxes that it needs on its node, undamaged. So on several nodes a local save
+usually needs the same layout. A local save stores the checksum of the shared checkpoint that it follows, and counts
+only for a start from this checkpoint. So the saves of another run, or from before going back, are never used.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ Records = list[dict[str, Any]]
 class Destination:
     """A directory in which all ranks save together, or one on each node. Its methods are collective over the world.
 
-    The constructor claims the directory. keep: as `commit` has it. saved: the step after which the run begins, then the
-    last one that was saved. shards, histories: what this rank holds; one rank of each stage writes histories into a
-    directory: has_histories. owner: of the directory, which its leader has claimed.
+    The constructor claims the directory. keep: see `commit`. saved: the step after which the run begins, then the last
+    one that was saved. shards, histories: what this rank holds; in each directory one rank of each stage writes the
+    histories: has_histories. owner: the name under which the directory's leader has claimed it.
 
     The CheckpointError of any rank is raised on all ranks, for example if a directory cannot be written, or if several
-    nodes see the same one. TakenOver is raised for the shared directory only.
+    nodes share one. TakenOver is raised for the shared directory only.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Destination:
         except CheckpointError as error:
             if self.leads:
                 shutil.rmtree(folder, ignore_errors=True)
-            if self.per_node:  # the run goes on, also if another one has taken over a node's directory
+            if self.per_node:  # training continues, also if another run has taken over a node's directory
                 raise CheckpointError(str(error)) from error
             # A run that takes the directory over may delete the files of this save while they are written.
             self._on_leaders(lambda _: check_owner(self.directory, self.owner))
@@ -136,7 +136,7 @@ class Destination:
     def _check_alone(self, _: Records) -> None:
         """Raise CheckpointError if the leader of another node has claimed this directory."""
         fix = "name a folder on each node's own disk, or drop it"
-        line = lambda _: f"checkpoint.local_dir={self.directory} is one directory that several nodes see; {fix}"
+        line = lambda _: f"checkpoint.local_dir={self.directory} is one directory that several nodes share; {fix}"
         with errors_as(CheckpointError, line, TakenOver):
             check_owner(self.directory, self.owner)
 
@@ -145,7 +145,7 @@ def identity(directory: Path) -> tuple[str, int, int]:
     """Make a directory if it does not exist; return the machine, device and inode by which it differs from others."""
     make_writable(directory)
     machine = socket.gethostname()
-    with suppress(OSError):  # of the kernel: containers on a machine have a name each, and may share a directory
+    with suppress(OSError):  # the kernel's id: containers of a machine have different names, and may share a directory
         machine = Path("/proc/sys/kernel/random/boot_id").read_text()
     with disk_errors(directory):
         there = os.stat(directory)

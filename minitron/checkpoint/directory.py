@@ -15,7 +15,7 @@ of their own into it. The idea:
   3. A save deletes, renames or replaces only what another save has made, as both its name and its content must show. So
      a checkpoint into which a user has put a file stays.
 
-Rule 1 needs an atomic rename of folders, as disks, Lustre, NFS, and buckets with a hierarchical namespace have it. In
+Rule 1 needs an atomic rename of folders. Disks, Lustre, NFS, and buckets with a hierarchical namespace have it. In
 other buckets gcsfuse copies file by file, and a kill leaves half a folder. `latest` never names it. If the first save
 is killed in this way, there is no `latest`, and opening the half is an error: its index or a checksum does not fit.
 """
@@ -47,33 +47,33 @@ SAVED = re.compile(r"index\.json|latest|(rank|part)_\d{5,}\.safetensors|\.nfs\w+
 
 
 class TakenOver(CheckpointError):
-    """Another run saves in this directory now. status: with it a process ends, and no supervisor starts it again."""
+    """Another run saves in this directory now. A process ends with `status`, and no supervisor starts it again."""
 
     status = TAKEN
 
 
-ERRORS = TakenOver, CheckpointError  # that ranks send to each other
+ERRORS = TakenOver, CheckpointError  # ranks send these errors to each other
 
 
 def checkpoints(directory: Path) -> dict[int, Path]:
     """Map iterations, ascending, to the checkpoints in a directory: folders in which at least one file is a save's."""
-    return {step: path for step, path in _named(directory).items() if any(map(SAVED.fullmatch, _names(path)))}
+    return {step: path for step, path in _step_folders(directory).items() if any(map(SAVED.fullmatch, _list(path)))}
 
 
 def foreign_folder(directory: Path, after: int, until: int) -> Path | None:
     """Find a folder that has the name of a checkpoint of one of these steps, but holds files that no save wrote."""
-    steps = _named(directory)
+    steps = _step_folders(directory)
     return next((steps[step] for step in steps if after < step <= until and not _is_saved(steps[step])), None)
 
 
-def _named(directory: Path) -> dict[int, Path]:
+def _step_folders(directory: Path) -> dict[int, Path]:
     """Map iterations, ascending, to all paths that have the name of a checkpoint."""
-    found = (match for match in map(STEP.fullmatch, _names(directory)) if match)
+    found = (match for match in map(STEP.fullmatch, _list(directory)) if match)
     return dict(sorted((int(match[1]), directory / match[0]) for match in found))
 
 
-def _names(folder: Path) -> list[str]:
-    """List the names in a folder; none if it is no folder, or not readable. Raises OSError if the disk fails."""
+def _list(folder: Path) -> list[str]:
+    """List the names in a folder; none if it is not a folder, or not readable. Raises OSError if the disk fails."""
     with suppress(FileNotFoundError, NotADirectoryError, PermissionError):  # `glob` ignores what a failing disk raises
         return os.listdir(folder)
     return []
@@ -81,7 +81,7 @@ def _names(folder: Path) -> list[str]:
 
 def _is_saved(folder: Path) -> bool:
     """Tell whether a save wrote all files of a folder. False for an empty folder, which a user may have made."""
-    names = _names(folder)
+    names = _list(folder)
     return (
         bool(names)
         and not folder.is_symlink()
@@ -100,7 +100,7 @@ def _begins(path: Path, text: bytes) -> bool:
 
 
 def newest(directory: Path) -> Path | None:
-    """Return the checkpoint that `latest` names; without a `latest` that of the highest step; None if there is none.
+    """Return the checkpoint that `latest` names; without `latest` the one of the highest step; None without any.
 
     If a save was killed while it replaced this checkpoint, the replacement is completed first.
     Raises CheckpointError if `latest` is damaged or cannot be read, or what it names is missing.
@@ -125,7 +125,7 @@ def newest(directory: Path) -> Path | None:
 
 def _finish(folder: Path) -> None:
     """Complete a save that was killed between the two renames by which it replaces an older checkpoint."""
-    for whole in map(folder.with_name, filter(TEMPORARY.fullmatch, _names(folder.parent))):
+    for whole in map(folder.with_name, filter(TEMPORARY.fullmatch, _list(folder.parent))):
         # A complete save holds the next `latest` until it is committed; the checkpoint that it replaces holds none.
         if whole.stem == folder.name and (whole / "latest").is_file() and not folder.exists():
             with suppress(FileNotFoundError):  # all ranks try
@@ -180,7 +180,7 @@ def claim(directory: Path) -> str:
 
 def _owners(directory: Path) -> list[tuple[int, str]]:
     """List (number, owner) of all files with the name of an owner, ascending."""
-    return sorted((int(match[2]), match[1]) for match in map(OWNER.fullmatch, _names(directory)) if match)
+    return sorted((int(match[2]), match[1]) for match in map(OWNER.fullmatch, _list(directory)) if match)
 
 
 def check_owner(directory: Path, owner: str | None) -> None:
@@ -207,11 +207,11 @@ def begin(directory: Path, iteration: int, num_bytes: int, owner: str | None = N
     make_writable(directory)
     with disk_errors(directory):
         check_owner(directory, owner)
-        for stale in map(directory.joinpath, filter(TEMPORARY.fullmatch, _names(directory))):
+        for stale in map(directory.joinpath, filter(TEMPORARY.fullmatch, _list(directory))):
             if _is_saved(stale):
                 _remove(stale)
             with suppress(OSError):
-                stale.rmdir()  # of a save that was killed before it wrote; rmdir removes empty folders only
+                stale.rmdir()  # a save was killed before it wrote; rmdir removes empty folders only
         free = shutil.disk_usage(directory).free
         if free < num_bytes:
             needs = f"{free / 1e6:.0f} MB free and a save needs {num_bytes / 1e6:.0f} MB"
@@ -226,9 +226,7 @@ def commit(
 ) -> str:
     """Make a filled temporary folder the newest checkpoint. Returns its index's checksum. Raises CheckpointError.
 
-    changing, tensors: the two parts of the index (`write_index`). keep: how many of the run's checkpoints stay, 0: all.
-    after: the iteration of its save before this one, or of the checkpoint that it resumed. Checkpoints between the two
-    are from before the run went back: they do not count, and are deleted. Later ones stay for now.
+    changing, tensors: the two parts of the index (`write_index`). keep, after: see `_prune`; keep=0 deletes nothing.
     """
     directory, folder = temporary.parent, temporary.with_name(temporary.name.split(".")[0])
     iteration = int(folder.name.removeprefix("step_"))
@@ -239,7 +237,7 @@ def commit(
         check_owner(directory, owner)
         if os.path.lexists(folder) and not _is_saved(folder):
             raise CheckpointError(f"{folder} is in the way: it holds files that no save wrote; move it away")
-        replaced = _hide(folder)  # it exists if the run went back to before this step
+        replaced = _hide(folder)  # it exists if the run went back to an earlier step
         try:
             os.rename(temporary, folder)
         except OSError:
@@ -251,12 +249,21 @@ def commit(
         _sync(directory)
         shutil.rmtree(replaced, ignore_errors=True)
         if keep:
-            passed = {step: path for step, path in checkpoints(directory).items() if step <= iteration}
-            ours = [step for step in passed if step <= after or step == iteration]
-            for step in passed.keys() - set(ours[-keep:]):
-                if _is_saved(passed[step]):
-                    _remove(passed[step])
+            _prune(directory, iteration, keep, after)
     return index_checksum
+
+
+def _prune(directory: Path, iteration: int, keep: int, after: int) -> None:
+    """Delete all but the newest `keep` of the run's checkpoints up to `iteration`, which it has just saved.
+
+    after: the iteration of the run's save before, or of the checkpoint that it resumed. Checkpoints between `after` and
+    `iteration` are from before the run went back: they do not count, and are deleted. Later ones stay for now.
+    """
+    passed = {step: path for step, path in checkpoints(directory).items() if step <= iteration}
+    ours = [step for step in passed if step <= after or step == iteration]
+    for step in passed.keys() - set(ours[-keep:]):
+        if _is_saved(passed[step]):
+            _remove(passed[step])
 
 
 def _remove(folder: Path) -> None:

@@ -67,7 +67,7 @@ def disk_errors(path: Path) -> AbstractContextManager[None]:
 def describe(file: str, shards: Sequence[TensorShard]) -> list[Description]:
     """Describe the boxes that `write_shard` writes to a file of this name, for the index.
 
-    Returns the name and the whole shape of each box's tensor, its kind and dtype, and the box as the index has it.
+    Returns the name and the whole shape of each box's tensor, its kind and dtype, and the box's entry in the index.
     """
     boxes = ({"file": file, "key": _key(n, x), "start": x.start, "shape": x.tensor.shape} for n, x in enumerate(shards))
     return [(x.name, x.global_shape, x.kind, NAMES[x.tensor.dtype], box) for x, box in zip(shards, boxes)]
@@ -101,7 +101,7 @@ def read_index(path: Path) -> dict[str, Any]:
     index_checksum = checksum(body)
     if first.decode(errors="replace") != f'{{"checksum": "{index_checksum}",':
         raise CheckpointError(
-            f"{path} is damaged, or no index of minitron: its first line is not the checksum of the rest"
+            f"{path} is damaged, or not an index of minitron: its first line is not the checksum of the rest"
         )
     index = parse_json(b"{" + body) | {"checksum": index_checksum}
     if (found := {key: index.get(key) for key in FORMAT}) != FORMAT:

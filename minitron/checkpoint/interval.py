@@ -1,12 +1,12 @@
-"""When saves are due: every so many steps, or as often as costs least (`checkpoint.every=auto`).
+"""When saves are due: every n steps, or after the interval that costs least (`checkpoint.every=auto`).
 
 Problem: with rare saves a failure loses much work, and frequent ones cost time themselves. The best interval depends on
 what a save costs training and on how long it takes, which is unknown before the run. The idea: two early saves,
 FIRST_STEPS apart, are measured; each later one comes after the interval of `save_interval.best_interval`.
 
     step  0 ... 10    the first save: the time of a step is known
-               20     the second: so is what the first one cost. All ranks agree on the next interval
-               20 + n, and so on; each save measures anew
+               20     the second: now the cost of the first is known, and the ranks agree on an interval
+               20 + n, and so on; each save is measured
 
 A save costs the extra time of the steps that overlap it. The step after it waits for the copy. The steps during its
 writing share cores, disks and networks with it. Medians are compared, since steps vary for other reasons, too.
@@ -27,7 +27,7 @@ from minitron.config.save_interval import best_interval, duration
 from minitron.runtime.log_formats import Iteration
 
 FIRST_STEPS = 10
-RECENT_STEPS, RECENT_SAVES = 20, 8  # of which medians are taken
+RECENT_STEPS, RECENT_SAVES = 20, 8  # medians are taken of these
 KEPT = 1.25  # an interval is kept unless the best one is longer or shorter by more than this factor
 
 
@@ -40,7 +40,7 @@ class SaveInterval:
         self.mtbf = 3600.0 * (mtbf_hours or 0.0)
         self.last, self.measured, self.running = done, False, False
         self.during_save: list[float] = []  # seconds of the steps during the last save
-        self.step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)  # of steps during no save
+        self.step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)  # only steps without a save
         self.stall_seconds: deque[float] = deque(maxlen=RECENT_SAVES)
         self.save_seconds: deque[float] = deque(maxlen=RECENT_SAVES)
 
@@ -89,7 +89,7 @@ class SaveInterval:
         return why
 
     def _medians(self) -> list[float | None]:
-        """Return seconds on this rank: of a step, of training lost to a save, of a whole save; None if not measured."""
+        """Return this rank's seconds per step, of training lost per save, and per save; None if not measured."""
         return [median(x) if x else None for x in (self.step_seconds, self.stall_seconds, self.save_seconds)]
 
     def _best(self, of_ranks: Iterable[list[float | None]]) -> tuple[int, str]:

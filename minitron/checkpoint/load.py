@@ -11,8 +11,8 @@ the rounded masters, or their FP8 casts, and an all-gather distributes them.
     checkpoint.local_dir holds a newer, whole save    resume this one instead (destination.py)
 
 A damaged or missing checkpoint, or one of another model, ends the run before its first step. An older checkpoint is
-used only if the user asks for it: checkpoint.resume_step=10 goes back once. Saves of this run note the resume_step, and
-a restart with the same command resumes the newest of them.
+used only if the user asks for it. checkpoint.resume_step=10 goes back only at the first start with this key: saves
+store the key, and a restart with the same command resumes the newest of them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ SAME_CLASS = "start it with the class that made it, and its keys of `model`"
 class ResumePoint(NamedTuple):
     """What a run starts from: nothing, the weights of a checkpoint, or with `resume` all of its state.
 
-    step, consumed_samples: done already. data: what identified the saved run's data, empty for a new run.
+    step, consumed_samples: done before this start. data: what identified the saved run's data, empty for a new run.
     base_weights, base_fingerprint: the frozen weights beside which adapters are trained. parent_checkpoint: step and
     index checksum of the checkpoint in checkpoint.dir that is resumed. local: `reader` is a newer save of
     checkpoint.local_dir, and its files are verified.
@@ -86,11 +86,11 @@ OpenWeights = Callable[[str, int, str], Weights]
 # ---- where a run starts ----------------------------------------------------------------------------------------------
 
 
-def agree(cfg: Config, mesh: Mesh, open_weights: OpenWeights, first_on_node: bool = True) -> ResumePoint:
+def agree_on_start(cfg: Config, mesh: Mesh, open_weights: OpenWeights, first_on_node: bool = True) -> ResumePoint:
     """Run `find_resume_point` on rank 0, and open what it found on all ranks. Collective over the world.
 
     Only rank 0 reads the index of a checkpoint. Every rank opens a Hugging Face folder and merged weights. The first
-    rank of each node checks that its node sees the same checkpoint.dir. Raises CheckpointError or ValueError, on all
+    rank of each node checks that its node has the same checkpoint.dir. Raises CheckpointError or ValueError, on all
     ranks alike.
     """
     found: list[ResumePoint] = []
@@ -120,7 +120,7 @@ def agree(cfg: Config, mesh: Mesh, open_weights: OpenWeights, first_on_node: boo
 
 
 def _check_shared(cfg: Config, start: ResumePoint) -> None:
-    """Raise CheckpointError unless this node sees the checkpoint that rank 0 has found in checkpoint.dir."""
+    """Raise CheckpointError unless this node has the checkpoint that rank 0 has found in checkpoint.dir."""
     c = cfg.checkpoint
     if c.dir is not None and c.resume:
         same = newest(Path(c.dir).expanduser()) is None if start.reader is None else start.reader.index.exists()
@@ -177,9 +177,9 @@ def _newest_checkpoint(cfg: Config, directory: Path) -> Reader | None:
 def _open_newest(directory: Path, resume_step: int | None) -> Reader | None:
     """Open the newest checkpoint. With resume_step, open that of this step, unless the newest one descends from it.
 
-    Returns None if there is no checkpoint. Raises CheckpointError, also if the newest one is damaged and others descend
-    from that of resume_step: going back to it again would lose them. If no others descend from it, the damage may be
-    the user's reason for going back, and is no error.
+    Returns None if there is no checkpoint. Raises CheckpointError. If later saves were already made from resume_step, a
+    damaged newest checkpoint is an error: going back again would lose these saves. Else it is ignored: the damage may
+    be the user's reason for going back.
     """
     try:
         folder = newest(directory)
@@ -281,7 +281,7 @@ def open_base(cfg: Config, open_weights: OpenWeights) -> Weights:
     reader = open_weights(path, cfg.model.vocab_multiple, key)
     directory = cfg.checkpoint.dir
     if directory is not None and reader.path.resolve() in checkpoints(Path(directory).expanduser().resolve()).values():
-        why = f"lies in checkpoint.dir={directory}, where this run's saves would delete it"
+        why = f"is in checkpoint.dir={directory}, where this run's saves would delete it"
         raise CheckpointError(f"{key}{path} {why}; use another checkpoint.dir")
     check_model(reader, cfg, STRUCTURE if cfg.finetune.base is None else STRUCTURE + MEANING)
     return reader
@@ -378,7 +378,7 @@ def _fill(
     reader: Weights, wanted: list[TensorShard], mesh: Mesh, log: Log | None = None, verified: bool = False
 ) -> None:
     """Verify the files that hold the shards, and this rank's part of the other files; then read every shard."""
-    progress = _Progress(log, sum(shard.tensor.nbytes for shard in wanted))
+    progress = _LoadProgress(log, sum(shard.tensor.nbytes for shard in wanted))
     if isinstance(reader, Reader) and not verified:
         files = sorted({*reader.files_of(wanted), *list(reader.files)[mesh.rank :: mesh.world.size]})
         progress.total += sum(reader.files[file]["bytes"] for file in files)
@@ -401,7 +401,7 @@ def _blocks(shard: TensorShard) -> Iterator[TensorShard]:
         yield shard._replace(start=(shard.start[0] + rows.start, *shard.start[1:]), tensor=shard.tensor[rows])
 
 
-class _Progress:
+class _LoadProgress:
     """Writes a line to the log each minute: how many of its bytes this rank has read."""
 
     def __init__(self, log: Log | None, total: int):
@@ -447,7 +447,7 @@ def _compare_tensors(start: ResumePoint, state: State) -> None:
         return [(p.spec.name, whole_shape(p.shape, p.spec.shard), p.requires_grad) for p in params]
 
     def compare(stages: list[Any]) -> None:
-        # The index of a local save lists the tensors of a node only. It is of the same run.
+        # The index of a local save lists the tensors of one node only, and it was checked to be of this run.
         for reader, trained in (start.base_weights, False), (None if start.local else start.reader, True):
             ours = {name: list(shape) for name, shape, trains in chain(*stages) if trains == trained}
             if reader is not None:

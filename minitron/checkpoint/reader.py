@@ -31,13 +31,13 @@ from minitron.kernels.gemm import DTYPES
 
 SHARD_NAME = re.compile(r"[\w.-]+\.safetensors")
 MAX_COUNT, MAX_DIMS = 1 << 48, 8
-COUNTERS = {"optimizer_steps": 0, "clean_steps": 0, "loss_tolerance": -1 << 31}  # of `state`: the least of each
+COUNTERS = {"optimizer_steps": 0, "clean_steps": 0, "loss_tolerance": -1 << 31}  # their smallest values in `state`
 
 
 class Reader:
     """An open checkpoint. path: its folder, or a directory of checkpoints: then the newest is opened.
 
-    facts: of a Reader of this checkpoint on another rank; the index is then neither opened nor checked again.
+    facts: the `facts()` of another rank's Reader of it; the index is then neither opened nor checked again.
     Attributes: path, index, iteration, consumed_samples, config, layout, state and files as in the index;
     index_checksum; resume_step, to which the saved run went back. `verify` checks the files. Raises CheckpointError.
     """
@@ -63,7 +63,8 @@ class Reader:
         except CheckpointError:
             raise
         except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
-            raise CheckpointError(f"{self.index} is not as version 1 has it: {repr(error)[:200]}") from error
+            why = f"is damaged or from another version ({repr(error)[:200]}); copy it again, or use an older checkpoint"
+            raise CheckpointError(f"{self.index} {why}") from error
 
     def names(self) -> list[str]:
         return list(self._tensors)
@@ -73,7 +74,7 @@ class Reader:
         return tuple(self._tensor(name)["shape"])
 
     def kinds(self, name: str) -> list[str]:
-        """List the kinds that are stored of a tensor; none of an unknown one."""
+        """List the kinds under which a tensor is stored; none for an unknown one."""
         return list(self._tensor(name)["kinds"]) if name in self._tensors else []
 
     def dtype(self, name: str, kind: str) -> torch.dtype:
@@ -112,8 +113,8 @@ class Reader:
         """Return the index for a Reader on another rank, which parses the text of a tensor when it first needs it."""
         return self._index | {"tensors": {name: json.dumps(self._tensor(name)) for name in self._tensors}}
 
-    def parts(self) -> tuple[str, Reader]:
-        """Return no text and this checkpoint, as `Weights.parts` has it."""
+    def identity(self) -> tuple[str, Reader]:
+        """Return what `Weights.identity` describes."""
         return "", self
 
     def _read_boxes(self, path: Path, found: list[tuple[str, Box, Box]], wanted: Box, result: Tensor) -> None:
@@ -126,7 +127,7 @@ class Reader:
                 for key, stored, common in found:
                     part = opened.get_slice(key)
                     if (part.get_dtype(), tuple(part.get_shape())) != (STORED[result.dtype], stored.shape):
-                        raise CheckpointError(f"{path}: {key} is not of the dtype and shape that index.json says")
+                        raise CheckpointError(f"{path}: {key} does not have the dtype and shape that index.json lists")
                     result[common.within(wanted)] = part[common.within(stored)]
 
     def _overlaps(self, name: str, kind: str, box: Box) -> list[tuple[str, str, Box, Box]]:
@@ -135,7 +136,7 @@ class Reader:
         found = [(*stored, common) for stored in boxes if (common := stored[2].meet(box))]
         inside = [Box(tuple(s - o for s, o in zip(common.start, box.start)), common.shape) for *_, common in found]
         if 0 not in box.shape and not covers(box.shape, inside):
-            raise CheckpointError(f"{self.index} does not list all that this rank needs of {kind} of {name}")
+            raise CheckpointError(f"{self.index} lacks parts of {kind} of {name} that this rank needs")
         return found
 
     def _tensor(self, name: str) -> dict[str, Any]:
@@ -154,7 +155,7 @@ class Reader:
         if folder and int(folder[1]) != self.iteration:
             fix = "give it its old name back, or the index.json of its safetensors"
             raise CheckpointError(
-                f"{self.index} is of iteration {self.iteration}, and its folder says {folder[1]}; {fix}"
+                f"{self.index} is of iteration {self.iteration}, and the name of its folder of {folder[1]}; {fix}"
             )
         for section in self.config:
             _mapping(self.config, section, "config.")
@@ -165,16 +166,16 @@ class Reader:
         _counts(rerun.get("in_a_row", 0))
         for values in _mapping({"history": {}} | rerun, "history", "state.rerun.").values():
             if not all(isinstance(value, float) for value in values):  # `read_index` refuses NaN and infinity
-                raise ValueError("state.rerun.history holds what is no number")
+                raise ValueError("state.rerun.history holds a value that is not a number")
         for name, least in COUNTERS.items():
             if not least <= self.state.get(name, 0) < 1 << 31:
-                raise ValueError(f"{name}={self.state[name]} is no counter")
+                raise ValueError(f"{name}={self.state[name]} is not a counter")
         if not 1 <= (scale := self.state.get("loss_scale", 1)) < 2.0**128:
-            raise ValueError(f"loss_scale={scale} is no loss scale")
+            raise ValueError(f"loss_scale={scale} is not a loss scale")
         for file, record in self.files.items():
             _counts(record["bytes"])
             if not SHARD_NAME.fullmatch(file) or record["algorithm"] != "crc32":
-                raise CheckpointError(f"{self.index}: {file!r} is no file beside it with a crc32 checksum")
+                raise CheckpointError(f"{self.index}: {file!r} is not a file beside it with a crc32 checksum")
 
     def _check_tensors(self) -> None:
         """Check every box. Raises ValueError, or for wrong types other errors."""
@@ -190,12 +191,12 @@ class Reader:
                 part = "local_save" in self.state  # it lists the files of a node
                 held = len(whole) <= MAX_DIMS and (part or covers(whole, boxes))
                 if not held or not self.files.keys() >= set(files):
-                    raise CheckpointError(f"{self.index}: the boxes of {kind} of {name} do not hold each element once")
+                    raise CheckpointError(f"{self.index}: the boxes of {kind} of {name} overlap or leave gaps")
                 for file, key in zip(files, keys):
                     if not isinstance(key, str):
-                        raise ValueError(f"the key {key!r} is no text")
+                        raise ValueError(f"the key {key!r} is not a string")
                     if (file, key) in used:
-                        raise CheckpointError(f"{self.index}: two boxes are {key!r} of {file}")
+                        raise CheckpointError(f"{self.index}: two boxes have the key {key!r} of {file}")
                     used.add((file, key))
 
 
@@ -212,14 +213,14 @@ def _block(path: Path, begin: int, buffers: threading.local) -> memoryview:
 
 
 def _counts(*values: Any) -> tuple[int, ...]:
-    """Raise ValueError for a value that is no count: JSON has floats, booleans, and numbers of any size."""
+    """Raise ValueError for a value that is not a count: JSON has floats, booleans, and numbers of any size."""
     for value in values:
         if type(value) is not int or not 0 <= value < MAX_COUNT:
-            raise ValueError(f"{str(value)[:40]} is no count")
+            raise ValueError(f"{str(value)[:40]} is not a count")
     return values
 
 
 def _mapping(parent: dict[str, Any], name: str, path: str = "") -> dict[str, Any]:
     if not isinstance(parent[name], dict):
-        raise ValueError(f"{path}{name} is no object")
+        raise ValueError(f"{path}{name} is not an object")
     return parent[name]

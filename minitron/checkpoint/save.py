@@ -7,17 +7,15 @@ next step runs, and let a thread write the copy. state.py lists what the state c
             |- copy, 12 bytes a parameter -|                        it alone waits for the copy. There is one copy: a
                          thread            |- files -|- rename -|   save that comes too soon waits for the one before
 
-At 50 GB/s the 12 bytes of a parameter are copied in 0.24 ns. At 650 TFLOP/s its 6 operations a token take as long for
-26,000 tokens: a larger global batch hides the whole copy, in any layout. What the next step changes sooner (FP8
-histories, loss scale, step count) is tiny and copied before it begins. The host memory is allocated at the start: 12
-bytes for each parameter whose state the rank holds (96 GB for 8 billion of them on one GPU). The buffer is pinned if a
-GPU copies into it.
+Forward and backward take longer than the copy if the global batch has more than some ten thousand tokens, in any
+layout. What the next step changes sooner (FP8 histories, loss scale, step count) is tiny and copied before it begins.
+The host memory is allocated at the start: 12 bytes for each parameter whose state the rank holds (96 GB for 8 billion
+parameters on one GPU). The buffer is pinned if a GPU copies into it.
 
-All ranks write, and no value twice: only the first copy is saved of a parameter that is replicated over tp or tied
-between stages. The threads agree (comm/agree.py) apart from the collectives of training. A failing disk costs a
-checkpoint and a line in the log, not the run. A run whose directory was taken over by another one saves once more, in a
-folder beside it, and ends. destination.py makes one checkpoint of the files of all ranks. interval.py chooses the steps
-between saves.
+All ranks write, and each value is written once: of a parameter that is replicated over tp or tied between stages, only
+the first copy is saved. The threads agree (comm/agree.py) apart from the collectives of training. A failed save is
+logged, and training continues. A run whose directory was taken over by another one saves once more, in a folder beside
+it, and ends. destination.py commits the files of all ranks. interval.py chooses the steps between saves.
 """
 
 from __future__ import annotations
@@ -56,7 +54,7 @@ from minitron.runtime.stop import Stop
 LOCAL_KEEP = 2  # the newest local save may be missing on a node that was lost while it was written
 
 
-class Exporter(Protocol):
+class ExporterProtocol(Protocol):
     """Makes folders of another format from saves, on rank 0 (interop/export.py)."""
 
     def saved(self, checkpoint: Path, step: int) -> None: ...
@@ -132,7 +130,7 @@ class Checkpointer:
         log: Log,
         step: int = 0,
         parent_checkpoint: tuple[int, str] | None = None,
-        exporter: Exporter | None = None,
+        exporter: ExporterProtocol | None = None,
     ):
         c = cfg.checkpoint
         assert c.dir is not None
@@ -221,7 +219,7 @@ class Checkpointer:
         self.pauses.append((began, DeviceTime(self.mesh.device)))
 
     def _wait_for_copy(self, copied: torch.cuda.Event) -> None:
-        """Let an update wait for the copy. Note how long the device stands still for it."""
+        """Let an update wait for the copy. Record how long the device waits."""
         self.pauses.append((DeviceTime(self.mesh.device), DeviceTime(self.mesh.device, copied)))
         copied.wait()
 
@@ -289,8 +287,8 @@ def host_memory(rows: int, numel: int, *, pinned: bool) -> Tensor:
     """Allocate [rows, numel] float32 zeros on the host, so that every page exists. Raises CheckpointError.
 
     pinned: lock the pages, so that a GPU copies to them by itself. They are registered with CUDA here, because torch
-    rounds its own pinned memory up to a power of two. Linux is asked for large pages, and several
-    threads write: a rank of a large model takes a hundred gigabytes, and a restart waits for it.
+    rounds its own pinned memory up to a power of two. Large pages and several threads make this faster: a rank of a
+    large model takes a hundred gigabytes, and a restart waits for it.
     """
     size = 4 * rows * numel
     fix = "use more hosts, or save nothing with checkpoint.dir=null"
@@ -302,7 +300,7 @@ def host_memory(rows: int, numel: int, *, pinned: bool) -> Tensor:
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise lacking from error
-    with suppress(AttributeError, OSError):  # large pages are of Linux, and not of every kernel
+    with suppress(AttributeError, OSError):  # only Linux has large pages, and not every kernel
         pages.madvise(mmap.MADV_HUGEPAGE)
     memory, part = torch.frombuffer(pages, dtype=torch.float32).view(rows, numel), -(-size // THREADS)
     address, begins = memory.data_ptr(), range(0, size, part)
@@ -317,7 +315,7 @@ def host_memory(rows: int, numel: int, *, pinned: bool) -> Tensor:
 
 
 def copy_beside(stream: torch.cuda.Stream | None, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
-    """Copy (host, device) pairs on `stream`, after what has been queued so far; returns the event of their end.
+    """Copy (host, device) pairs on `stream`, after what has been queued so far; return the event of their end.
 
     Without a stream, on a CPU, they are copied when this returns None. The device's tensors must stay alive and
     unchanged until the event.

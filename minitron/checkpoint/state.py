@@ -24,7 +24,7 @@ from minitron.parallel.linear import ParallelLinear
 
 
 class State(NamedTuple):
-    """The parts of a trainer that have a state. base_fingerprint: of frozen weights, which are not saved."""
+    """The parts of a trainer that have a state. base_fingerprint: that of frozen weights, which are not saved."""
 
     chunks: Sequence[GPT]
     optimizer: Zero1Optimizer

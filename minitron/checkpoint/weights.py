@@ -19,8 +19,8 @@ class Weights(Protocol):
     """An open model: a checkpoint of minitron's own (reader.py), or another format (interop/).
 
     path, index: its folder and the file that describes it. config: the configuration it was saved with. note: a line
-    for the log, or "". Names are those of minitron's parameters, shapes those of global tensors. A tensor is stored in
-    one or more kinds.
+    for the log, or "". Names are those of minitron's parameters, shapes those of global tensors. A tensor is stored
+    under one or more kinds.
     """
 
     path: Path
@@ -40,8 +40,8 @@ class Weights(Protocol):
     def verify(self) -> None:
         """Verify all files that have a checksum. Raises CheckpointError."""
 
-    def parts(self) -> tuple[str, Weights]:
-        """Return a text and weights, read as they were saved, which together identify this model."""
+    def identity(self) -> tuple[str, Weights]:
+        """Return (prefix, weights), which `fingerprint` hashes. prefix: an adapter's base_fingerprint, else ""."""
         return "", self
 
 
@@ -67,7 +67,7 @@ def config_of(reader: Weights) -> Config:
 
 
 def best_kind(reader: Weights, name: str) -> str:
-    """Return the most exact of the kinds in which a tensor is stored; "" if it is no weight."""
+    """Return the most exact of the kinds under which a tensor is stored; "" if it is not a weight."""
     return next((kind for kind in ("master", "param") if kind in reader.kinds(name)), "")
 
 
@@ -77,8 +77,8 @@ def fingerprint(reader: Weights) -> str:
     It is cheap to read and changes with every step of training. A Hugging Face folder and the checkpoint imported from
     it have the same.
     """
-    text, reader = reader.parts()
-    digest = hashlib.sha256(text.encode())
+    prefix, reader = reader.identity()
+    digest = hashlib.sha256(prefix.encode())
     for name in sorted(reader.names()):
         if kind := best_kind(reader, name):
             shape = reader.shape(name)

@@ -12,9 +12,9 @@ a step is a function of the samples trained before it, so a run resumes in any p
 Both count as Megatron-LM does: --rampup-batch-size START INCREMENT SAMPLES, and --step-batch-size-schedule, whose
 thresholds are tokens there, so divide them by train.seq_len. A ramp comes from GPT-3 (Brown et al. 2020).
 
-`data.skip_samples` leaves ranges of the data out, as after a spike of the loss. Consumed samples, in logs and
-checkpoints, count them: it is the number of the next sample in the data. Trained samples do not, and sizes and
-learning rates follow from these.
+`data.skip_samples` leaves ranges of the data out, as after a spike of the loss. `consumed_samples`, in logs and
+checkpoints, includes skipped samples: it is the index of the next sample in the data. Trained samples exclude them.
+Batch sizes and learning rates depend on trained samples.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def trained_of(skipped: Ranges, consumed: int) -> int:
 
 
 def consumed_of(skipped: Ranges, trained: int) -> int:
-    """Return the number, in the data, of the sample that comes after `trained` samples."""
+    """Return the index in the data of the sample that comes after `trained` samples."""
     for first, end in skipped:
         if trained >= first:
             trained += end - first

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 8 -m minitron.pretrain configs/llama3_8b.yaml train.steps=50 model.rope_scaling.factor=8
 
-A recipe's name stands for its file, wherever one stands: `llama3_8b` (`minitron.config.installed`).
+A recipe can be given by name in place of its file: `llama3_8b` (`minitron.config.installed`).
 
 A value of an override stays the text that was typed, as in a file (`minitron.config.text`). Its key determines its type
 (`minitron.config.convert`). A value that begins with a bracket or a quote is read as YAML. `section.key=null` drops
@@ -101,7 +101,7 @@ def user_errors(kind: type[ValueError] = ValueError, *, quiet: bool = False) -> 
 def load(argv: list[str], under: Tree | None = None, first: Sequence[Tree] = ()) -> Config:
     """Return the Config of YAML files and overrides. Raises ValueError for any other argument and for a wrong value.
 
-    under: over which files and overrides win. first: is read like a file, before those of argv.
+    under: a configuration that files and overrides replace. first: read like a file, before those of argv.
     """
     trees = first if under is None else (under, *first)
     files, overrides = [(from_json(tree), f"{origin}: ") for tree, origin in trees], []
@@ -149,7 +149,7 @@ def _override(arg: str) -> dict:
 
 
 def _unknown_argument(arg: str) -> str:
-    """Say what to type instead of an argument that is neither a file nor an override."""
+    """Describe what to type instead of an argument that is neither a file nor an override."""
     theirs, option = arg.split("=")[0], arg.startswith("-")
     if option or "=" in arg:
         named = " or ".join(keys_named(theirs.lstrip("-").replace("-", "_")))

@@ -58,7 +58,7 @@ def run(main: Callable[[list[str]], None]) -> None:
         with contextlib.redirect_stdout(Printable(sys.stdout)), output(), user_errors():
             main(sys.argv[1:])
     except MemoryError:
-        sys.exit("error: this process may not have more memory; give it more, or smaller files")
+        sys.exit("error: out of memory; raise the limit, or use smaller files")
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
@@ -73,6 +73,6 @@ def positive(kind: type[int] | type[float]) -> Callable[[str], Any]:
         with contextlib.suppress(ValueError, OverflowError):
             if 0 < (value := kind(text)) < math.inf:
                 return value
-        raise argparse.ArgumentTypeError(f"{text} is no {name}")
+        raise argparse.ArgumentTypeError(f"{text} is not a {name}")
 
     return convert

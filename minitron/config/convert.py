@@ -25,7 +25,7 @@ from minitron.config.names import answer, keys_named
 from minitron.config.schema import Shares, accepted_types
 from minitron.config.text import NUMBER, UNPRINTABLE, Unquoted, short, shown
 
-NULLS = ("null", "Null", "NULL")  # and in a file, as YAML has it, "~" and nothing
+NULLS = ("null", "Null", "NULL")  # in a file also "~" and nothing, as in YAML
 WRITTEN = (str.lower, str.title, str.upper)
 BOOLEANS = {write(word): value for word, value in yaml.SafeLoader.bool_values.items() for write in WRITTEN}
 INTEGER = re.compile(r"[+-]?(0|[1-9](_?[0-9])*)")
@@ -108,7 +108,7 @@ def convert(accepted: tuple, value: Any) -> Any:
     raise BadValue
 
 
-# ---- what an error says ----------------------------------------------------------------------------------------------
+# ---- the texts of errors ---------------------------------------------------------------------------------------------
 
 
 def _meant(prefix: str, name: str, value: Any, siblings: list[str]) -> str:
@@ -144,7 +144,7 @@ def _example(key: str, kind: Any, field: Field) -> str:
 
 
 def type_name(accepted: tuple, within: str | None = None) -> str:
-    """Say what a key takes: "an integer in [1, 1e12], or null". within: the interval of the first of the types."""
+    """Describe what a key takes: "an integer in [1, 1e12], or null". within: the interval of the first type."""
     kind, args = accepted[0], get_args(accepted[0])
     if get_origin(kind) is Literal:
         name = "one of " + ", ".join(args)

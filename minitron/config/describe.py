@@ -1,7 +1,7 @@
 """Describe every key to a reader (`--help`) and to an editor (`--schema`), as `minitron.config.schema` declares it.
 
 An editor with a YAML language server completes and checks a file whose first line names the JSON schema, as those of
-the recipes do: `# yaml-language-server: $schema=schema.json`. The schema knows types, choices and intervals. Rules that
+the recipes do: `# yaml-language-server: $schema=schema.json`. The schema has types, choices and intervals. Rules that
 involve several keys are checked by a run and by `--dry-run` alone.
 """
 
@@ -40,8 +40,8 @@ def help_text(description: str, asked: Collection[str] = ()) -> str:
         "",
         textwrap.fill(f"usage: {USAGE}", 120, subsequent_indent="    "),
         "",
-        f"{DRY_RUN}: one step of some of N ranks, here, without GPUs: its",
-        "memory, its communication, its errors; ranks by number too.",
+        f"{DRY_RUN}: run one step of some of N ranks here, without GPUs;",
+        "print its memory, communication and errors. --ranks also takes the numbers of ranks.",
         "--evaluate: only the validation loss of the checkpoint, or the weights, that the run would start from.",
         "--recipes: the recipes by name, each with what it trains.",
         "--schema: a JSON schema of a configuration file, from which editors complete and check it.",

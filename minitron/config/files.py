@@ -17,13 +17,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, BinaryIO, NoReturn
 
-RECORD_BYTES = 128 << 20  # of one document
+RECORD_BYTES = 128 << 20  # one document
 JSON_BYTES = 64 << 20  # more than any description of a model or of its files
 
 
 @contextmanager
 def errors_as(kind: type[ValueError], line: Callable[[Any], str], *caught: type[Exception]) -> Iterator[None]:
-    """Raise kind(line(error)) in the place of an error of the `caught` types: what a user reads, in one line."""
+    """Raise kind(line(error)) in the place of an error of the `caught` types: one line for the user."""
     try:
         yield
     except caught as error:
@@ -36,7 +36,7 @@ def size_of(path: str | os.PathLike[str]) -> int:
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
     return status.st_size
 
 
@@ -76,7 +76,7 @@ def write_json(path: str | os.PathLike[str], content: object) -> None:
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no number of JSON")
+    raise ValueError(f"{constant} is not a number in JSON")
 
 
 def _finite(text: str) -> float:

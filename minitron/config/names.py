@@ -35,5 +35,5 @@ def table() -> dict[str, str]:
 
 
 def keys_named(name: str) -> list[str]:
-    """List our keys of this name, in whatever section."""
+    """List our keys of this name, in any section."""
     return [key.name for key in keys() if key.name.split(".")[-1] == name]

@@ -25,7 +25,7 @@ from minitron.config.schema import MAX_STEPS, Config, ModelConfig, TrainConfig, 
 from minitron.config.sizes import stage_layers
 from minitron.config.text import shown
 
-MAX_INCREMENTS = 10_000  # of a ramp: each step searches them
+MAX_INCREMENTS = 10_000  # in a ramp: each step searches them
 MAX_OFFSET = (1 << 31) - 1  # elements of a tensor that a kernel with 32-bit offsets can take
 
 
@@ -50,7 +50,7 @@ def check(cfg: Config, world: int, capability: tuple[int, int] | None = None) ->
 def _check_keys(cfg: Config) -> None:
     """Check what the schema declares beside each key: the interval of its numbers, and the keys that it needs.
 
-    A key that has its default needs none. Every `~NAME` must be the home of a user.
+    A key that has its default needs no others. Every `~NAME` must be a user's home directory.
     """
     tree = asdict(cfg)
 
@@ -79,13 +79,13 @@ def _check_range(what: str, x: int | float, within: str) -> None:
     above = x >= low if within[0] == "[" else x > low
     below = x <= high if within[-1] == "]" else x < high
     if not (above and below):  # a NaN is neither
-        raise ValueError(f"{what} lies outside {within}; use {_inside(within)}")
+        raise ValueError(f"{what} is outside {within}; use {_inside(within)}")
 
 
 def _check_home(what: str, path: str) -> None:
-    path = path.split(":", 1)[-1]  # of a tokenizer
+    path = path.split(":", 1)[-1]  # data.tokenizer has a kind before the path
     if path.startswith("~") and os.path.expanduser(path).startswith("~"):
-        raise ValueError(f"{what}: {path.split('/')[0]} is nobody's home; write the whole path")
+        raise ValueError(f"{what}: no user has the home directory {path.split('/')[0]}; write the whole path")
 
 
 def _check_model(m: ModelConfig) -> None:
@@ -186,7 +186,7 @@ def _check_fp8(cfg: Config, capability: tuple[int, int] | None) -> None:
     }
     if cfg.precision.fp8_head and m.head_piece is not None:
         sizes[f"model.head_piece{per_rank}"] = m.head_piece // split
-    why = f"is no multiple of {unit}, which {whose} need"
+    why = f"is not a multiple of {unit}, which {whose} need"
     for name, size in sizes.items():
         if size % unit:
             raise ValueError(f"{name}={size} {why}; change it, or set precision.fp8=none")
@@ -281,7 +281,7 @@ def _check_finetune(cfg: Config) -> None:
 
 
 def check_exportable(m: ModelConfig) -> None:
-    """Check that transformers has this model: it has no mixture of the families."""
+    """Check that transformers has this model: it does not mix the families."""
     gpt = m.family == "gpt"
     for key, value, wanted in (
         ("positions", m.positions, "learned" if gpt else "rope"),
@@ -299,8 +299,8 @@ def _check_saves(cfg: Config) -> None:
     c = cfg.checkpoint
     if auto := [f"checkpoint.{name}=auto" for name in ("every", "local_every") if getattr(c, name) == "auto"]:
         if c.dir is not None and c.mtbf_hours is None:
-            fix = "set checkpoint.mtbf_hours, for example to the hours between the last failures, or a number of steps"
-            raise ValueError(f"{auto[0]} follows from how often the job fails; {fix}")
+            fix = "set it, for example to the hours between the last failures, or set a number of steps"
+            raise ValueError(f"{auto[0]} needs checkpoint.mtbf_hours, the mean time between failures; {fix}")
     elif c.mtbf_hours is not None:
         why = "has no effect without checkpoint.every=auto or checkpoint.local_every=auto"
         raise ValueError(f"checkpoint.mtbf_hours={c.mtbf_hours} {why}; drop it, or set one of them")
@@ -320,12 +320,12 @@ def _check_log(cfg: Config, world: int) -> None:
     if (at := cfg.log.prometheus) is not None:
         port = re.fullmatch(r"(?:.+:)?([0-9]{1,5})", str(at))
         if port is None or not 0 < int(port[1]) < 1 << 16:
-            raise ValueError(f"log.prometheus={at} is no PORT or ADDRESS:PORT; use for example 127.0.0.1:9400")
+            raise ValueError(f"log.prometheus={at} is not PORT or ADDRESS:PORT; use for example 127.0.0.1:9400")
     if p.kind == "none":
         return
     if not p.start_step <= p.end_step <= steps and cfg.train.epochs is None:
         both = f"profile.start_step={p.start_step} and profile.end_step={p.end_step}"
-        raise ValueError(f"{both} are no steps, in order, of train.steps={steps}; use 1 to {steps}")
+        raise ValueError(f"{both} are not steps, in order, of train.steps={steps}; use 1 to {steps}")
     ranks = f"profile.ranks={list(p.ranks)}"
     if not p.ranks or max(p.ranks) >= world or len(set(p.ranks)) < len(p.ranks):
         raise ValueError(f"{ranks} must name ranks of the world of {world}, each once; use 0 to {world - 1}")
@@ -349,7 +349,7 @@ def _check_multiple(name: str, value: int, part: str, size: int, choices: int | 
     """Check that `value` is a multiple of `size`; the error offers multiples of `choices` (of `size` if not given)."""
     if value % size:
         fit = _either(_multiples(choices or size, value))
-        raise ValueError(f"{name}={value} is no multiple of {part}={size}; use {fit}")
+        raise ValueError(f"{name}={value} is not a multiple of {part}={size}; use {fit}")
 
 
 def _multiples(size: int, near: int) -> list[int]:

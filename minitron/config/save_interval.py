@@ -1,4 +1,4 @@
-"""How often saves cost least: Young's and Daly's formula, which the trainer follows and the planner reports."""
+"""The interval between saves that costs least: Young's and Daly's formula, for the trainer and the planner."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class ParallelConfig:
     pp: int = key(1, "pipeline-parallel ranks", COUNT)
     vp: int = key(1, "model chunks per pipeline rank (interleaved 1F1B)", COUNT)
     schedule: Literal["1f1b", "zb-h1"] = key(
-        "1f1b", "of the pipeline; zb-h1 fills 2/3 of the bubble with weight gradients", needs={"parallel.vp": (1,)}
+        "1f1b", "the pipeline's; zb-h1 fills 2/3 of the bubble with weight gradients", needs={"parallel.vp": (1,)}
     )
     cp: int = key(1, "context-parallel ranks", COUNT)
     cp_style: Literal["ring", "allgather", "ulysses"] = key("ring", "how attention crosses context ranks")
@@ -143,21 +143,21 @@ class TrainConfig:
     eval_every: int = key(0, "steps between evaluations, 0: never", NOT_NEGATIVE)
     eval_steps: int = key(4, "global batches per evaluation", COUNT)
     check_replicas_every: int = key(
-        200, "steps between checks of replicas, as before each save; a difference ends the run; 0: never", NOT_NEGATIVE
+        200, "steps between checks of replicas, and before saves; a difference ends the run; 0: never", NOT_NEGATIVE
     )
     check_speed_every: int = key(
         10, "steps between comparisons of ranks' compute time; a slow rank is named; 0: never", NOT_NEGATIVE
     )
     rerun: Literal["off", "on"] = key(
         "off",
-        "repeat a step whose loss or gradients spike or are not finite. An equal result skips the update; another one "
-        "ends the run and names the GPU. The host waits for the device once a step",
+        "repeat a step whose loss or gradients spike or are not finite. With an equal result the update is skipped; a "
+        "different one ends the run and names the GPU. The host waits for the device once a step",
     )
-    seed: int = key(1234, "of weights, data order and dropout", "[0, 4294967295]")  # what numpy's RandomState takes
+    seed: int = key(1234, "seed of weights, data order and dropout", "[0, 4294967295]")  # as numpy's RandomState
     kernels: Literal["auto", "apex"] = key("auto", "weight gradients and AdamW: own kernels, or NVIDIA's apex (CUDA)")
     cuda_graph: Literal["auto", "on", "off"] = key("auto", "auto, on: replay steps as CUDA graphs where possible")
     deterministic: bool = key(False, "only kernels whose result does not vary from run to run")
-    hang_seconds: int = key(600, "a rank that stands still for longer reports where, and ends the run", "[1, 31536000]")
+    hang_seconds: int = key(600, "a rank without progress for longer reports where, and ends the run", "[1, 31536000]")
     max_skipped: int = key(
         10, "updates skipped in a row that end the run; with fp16 only those at the smallest loss scale count", COUNT
     )
@@ -167,7 +167,7 @@ class TrainConfig:
 class PrecisionConfig:
     dtype: Literal["bf16", "fp16", "fp32"] = key("bf16", "parameters and activations; optimizer state is always fp32")
     fp8: Literal["none", "delayed", "current", "block"] = key(
-        "none", "GEMMs of blocks in FP8; scales from past steps, the tensor, or one per 128 values", needs=BF16
+        "none", "GEMMs of blocks; delayed: past steps' scales; current: per tensor; block: per 128 values", needs=BF16
     )
     fp8_backend: Literal["te", "torch"] = key("te", "FP8 kernels: Transformer Engine's or torch's own", needs=FP8)
     fp8_bf16_layers: int = key(0, "FP8: this many first and as many last blocks stay in bf16", NOT_NEGATIVE, FP8)
@@ -203,7 +203,7 @@ class OptimizerConfig:
         None, "format in which gradients are added over microbatches; null: grad_dtype"
     )
     reduce_dtype: Literal["fp32", "bf16"] | None = key(
-        None, "format of gradients between nodes, within which sums are float32; null: grad_dtype"
+        None, "format of gradients that nodes send; sums within a node are float32; null: grad_dtype"
     )
 
     @property
@@ -222,13 +222,13 @@ class DataConfig:
     source: Literal["corpus", "mock", "indexed", "sft"] = key(
         "corpus", "corpus: Python's library; mock: random tokens; indexed: Megatron's .bin/.idx; sft: JSONL"
     )
-    paths: tuple[str, ...] = key((), "files, or weight file pairs; indexed: prefixes; sft: or docstrings", needs=FILES)
+    paths: tuple[str, ...] = key((), "[PREFIX] or [0.7,PREFIX,0.3,PREFIX]; sft: files or [docstrings]", needs=FILES)
     valid_paths: tuple[str, ...] = key((), "sft: files to validate on; none: a share of paths", needs=SFT)
     split: Shares = key("969,30,1", "shares of documents to train, validate, test on; sft with valid_paths: not read")
     tokenizer: str = key("corpus", "corpus, bytes, gpt2:DIR, llama3:FILE, llama2:FILE or hf:DIR")
-    too_long: Literal["error", "skip", "truncate"] = key("truncate", "sft: documents longer than a sample", needs=SFT)
-    bad_lines: Literal["error", "skip"] = key("error", "sft: whether rows without a document are left out", needs=SFT)
-    special_tokens_in_text: bool = key(False, "sft: a text that looks like a special token is one", needs=SFT)
+    too_long: Literal["error", "skip", "truncate"] = key("truncate", "sft: if a document exceeds a sample", needs=SFT)
+    bad_lines: Literal["error", "skip"] = key("error", "sft: what happens to rows that cannot be used", needs=SFT)
+    special_tokens_in_text: bool = key(False, "sft: text that spells a special token becomes that token", needs=SFT)
     separate_documents: bool = key(False, "no attention across documents, positions restart in each; sft: always")
     skip_samples: tuple[tuple[int, int], ...] = key((), "[[first, end], ...]: samples to leave out", NOT_NEGATIVE)
     document_length: int | None = key(
@@ -246,26 +246,26 @@ class DataConfig:
 class CheckpointConfig:
     dir: str | None = key(None, "where checkpoints are saved, and resumed from if there are; null: nowhere")
     every: int | Literal["auto"] | None = key(
-        100, "steps between saves; auto: as often as costs least; 0: only at the end; null: never", NOT_NEGATIVE
+        100, "steps between saves; auto: the interval that costs least; 0: only at the end; null: never", NOT_NEGATIVE
     )
     mtbf_hours: float | None = key(None, "auto: mean time between failures of the whole job", POSITIVE)
     local_dir: str | None = key(
-        None, "on each node's own disk: more saves; a start prefers them if they are newer and complete", needs=SAVING
+        None, "on each node's own disk: additional saves; a start prefers newer and complete ones", needs=SAVING
     )
     local_every: int | Literal["auto"] = key(
-        20, "steps between saves in local_dir; auto: as often as costs least", COUNT, {"checkpoint.local_dir": ()}
+        20, "steps between saves in local_dir; auto: what costs least", COUNT, {"checkpoint.local_dir": ()}
     )
     keep: int = key(
         2, "checkpoints to keep, 0: all; those after resume_step are deleted when the run passes them", NOT_NEGATIVE
     )
-    resume: bool = key(True, "go on from the newest checkpoint in dir")
+    resume: bool = key(True, "continue from the newest checkpoint in dir")
     resume_step: int | None = key(None, "the checkpoint's step; null: the newest", NOT_NEGATIVE, RESUMING)
     async_save: bool = key(True, "write while training goes on, from a copy in host memory")
     load: str | None = key(None, "start from the weights of this checkpoint, if none in dir is resumed")
     export: Literal["none", "hf"] = key(
         "none", "hf: another process writes each save for transformers too, as a folder step_...-hf", needs=SAVING
     )
-    export_every: int = key(1, "export every so many saves, and the last", COUNT, {"checkpoint.export": ("hf",)})
+    export_every: int = key(1, "export every n-th save, and the last", COUNT, {"checkpoint.export": ("hf",)})
 
 
 @dataclass(frozen=True)
@@ -294,7 +294,7 @@ class LogConfig:
     style: Literal["full", "short"] = key("full", "short: a line for people", None, {"log.format": ("megatron",)})
     every: int = key(1, "steps between iteration lines", COUNT)
     dir: str | None = key(None, "where config.yaml, metrics.jsonl, dllogger.json and a log per rank go; null: nowhere")
-    tensorboard: str | bool = key(False, "event files: true: in log.dir/tensorboard, or a directory of their own")
+    tensorboard: str | bool = key(False, "event files; true: in log.dir/tensorboard, a text: in that directory")
     wandb: str | None = key(None, "Weights & Biases: the project in which the run appears; null: nowhere")
     numerics_every: int = key(
         0, "steps between records of norms, zeros and FP8's losses by layer; 0: never", NOT_NEGATIVE, {"log.dir": ()}
@@ -315,7 +315,7 @@ class ProfileConfig:
 @dataclass(frozen=True)
 class Config:
     model: ModelConfig = key(ModelConfig, "the network")
-    parallel: ParallelConfig = key(ParallelConfig, "how it is spread over GPUs; data parallel is what is left")
+    parallel: ParallelConfig = key(ParallelConfig, "how it is spread over GPUs; the remaining factor is data parallel")
     train: TrainConfig = key(TrainConfig, "the run")
     precision: PrecisionConfig = key(PrecisionConfig, "number formats")
     optimizer: OptimizerConfig = key(OptimizerConfig, "AdamW and its schedule")
@@ -344,7 +344,7 @@ def changed(cfg: Config, **sections: dict[str, Any]) -> Config:
 
 
 class Key(NamedTuple):
-    """A key that holds a value. name: `section.key`. accepted_types: the one with most values first."""
+    """A key that holds a value. name: `section.key`. accepted_types: begins with the type of most values."""
 
     name: str
     accepted_types: tuple

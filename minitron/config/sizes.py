@@ -1,6 +1,7 @@
 """Sizes that trainer and planner share: the trainer allocates by them, the planner counts by them.
 
-config does not import torch, so a plan takes a second. A size that only one of the two needs is defined there.
+config does not import torch, so a plan takes a second. The trainer's own sizes and the planner's are defined in their
+own files.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from minitron.config.schema import Config, ModelConfig, PrecisionConfig
 # enough that the one bucket whose reduction nothing hides (the last of the backward) takes about a millisecond over
 # NVLink.
 BUCKET_BYTES = 256 << 20
-SLICE_BYTES = 4 << 20  # of a bucket, on each data rank: smaller messages are bound by latency, so buckets are larger
-GRAD_BYTES = {"fp32": 4, "bf16": 2}  # of one gradient
-# GPUs that read each other's memory fetch gradients in pieces of at most so many bytes: a staging buffer has room for
-# one piece of every other rank.
+SLICE_BYTES = 4 << 20  # the least slice of a bucket on a data rank: smaller messages are bound by latency
+GRAD_BYTES = {"fp32": 4, "bf16": 2}  # per element
+# GPUs that read each other's memory fetch gradients in pieces of at most this size: a staging buffer has room for one
+# piece of every other rank.
 PIECE_BYTES = 64 << 20
 FP8_WORKSPACE_BYTES = 33 << 20  # more than the 32 MiB that cuBLAS advises for Hopper
 NODES_PER_LAYER = 150  # kernels and copies of a block's forward and backward, the most that was counted: FP8, tp 4
@@ -28,11 +29,11 @@ MOCK_DOCUMENT = 1 / 4  # mean length of the documents of mock data, in samples
 ITEM = 2  # bytes of bf16 and fp16; in float32 nothing is planned
 COLUMN_PARALLEL = ("attention.qkv", "mlp.up")
 PERSISTENT = ("parameters", "gradients", "optimizer", "fp8 weights")
-ROUNDED_ONCE = 2  # attention blocks; a sum of more is kept in float32, since each addition in bf16 rounds once more
+MAX_BF16_TERMS = 2  # attention blocks whose sum is kept in bf16; more would round at each addition, so in float32
 
 
 def bucket_limit(data_ranks: int) -> int:
-    """Return the bytes of gradients at which a bucket is closed that `data_ranks` ranks sum."""
+    """Return the bucket size in bytes for `data_ranks` data ranks."""
     return max(BUCKET_BYTES, SLICE_BYTES * data_ranks)
 
 
@@ -104,7 +105,7 @@ def stage_layers(num_layers: int, pp: int, vp: int, layers_per_stage: Sequence[i
     """Divide the layers among the global stages: pp * vp ranges that follow each other.
 
     Layers that do not divide evenly go one each to the stages just before the last: the last stage also computes the
-    head and the loss, and of two ranks the later one holds fewer activations.  `layers_per_stage` gives the counts.
+    head and the loss, and of two ranks the later one holds fewer activations. `layers_per_stage` gives the counts.
     Raises ValueError, in terms of the configuration's keys, when a stage would be empty or explicit counts do not fit.
     """
     if pp == 1 and vp > 1:
@@ -136,7 +137,7 @@ def stage_layers(num_layers: int, pp: int, vp: int, layers_per_stage: Sequence[i
 
 
 class AdapterSize(NamedTuple):
-    """LoRA beside one layer: its number of targets, the inputs it reads and the outputs it adds to, whole sizes."""
+    """An adapter of one layer: its number of targets, the inputs it reads and the outputs it adds to, whole sizes."""
 
     layer: str
     rank: int
@@ -151,7 +152,7 @@ class AdapterSize(NamedTuple):
 
 
 def adapters(cfg: Config) -> dict[str, AdapterSize]:
-    """Return the adapters of a block by layer; none without LoRA."""
+    """Return the adapters of a block by layer; {} without LoRA."""
     if cfg.finetune.kind != "lora":
         return {}
     inputs = {layer: size for layer, (size, _) in linear_sizes(cfg.model).items()}
@@ -170,7 +171,7 @@ class StateBytes:
         self.cfg, self.frozen, self.adapters = cfg, cfg.finetune.kind == "lora", adapters(cfg)
         self.llama, self.tp, self.grad_bytes = m.family == "llama", p.tp, GRAD_BYTES[cfg.optimizer.accumulates_in]
         self.shards = cfg.dp(world) * p.cp
-        self.slice_bytes = self.grad_bytes if self.shards == 1 else 4  # of a gradient that the update reads
+        self.slice_bytes = self.grad_bytes if self.shards == 1 else 4  # per gradient that the update reads
         self.layers = stage_layers(m.num_layers, p.pp, p.vp, p.layers_per_stage)
         in_fp8 = fp8_layers(cfg.precision, m.num_layers)
         self.fp8_blocks = [sum(i in in_fp8 for i in layers) for layers in self.layers]

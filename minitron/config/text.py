@@ -81,7 +81,7 @@ def _node(event: yaml.Event, events: Iterator[yaml.Event], depth: int) -> Any:
     mapping = {}
     for key, value in zip(items[::2], items[1::2]):
         if not isinstance(key, str):
-            _fail("a key is no text", event)
+            _fail("a key is not text", event)
         if key in mapping:
             _fail(f"duplicate key {short(key)}", event)
         mapping[key] = value

@@ -1,4 +1,4 @@
-"""A microbatch as one rank sees it."""
+"""One rank's part of a microbatch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from minitron.parallel.tiles import Documents
 
 @dataclass
 class Batch:
-    """One microbatch as this rank sees it: its part of the sequence of every sample, on its device.
+    """This rank's part of a microbatch, on its device: its part of the sequence of every sample.
 
     `order`: the places of the s/cp tokens in the full sequence. `positions` count from the start of each document
     when documents are kept apart, else they equal `order`. `documents`: where the documents begin and end in the whole
@@ -26,7 +26,7 @@ class Batch:
     positions: Tensor  # [s/cp, b] or [s/cp, 1]
     order: Tensor  # [s/cp]
     samples: Tensor  # [b] index in the run's sample order
-    count: float  # sum of mask, known to the host
+    count: float  # sum of mask, on the host
     step: Tensor | int = 0  # 0-d int64, for dropout
     documents: Documents | None = None
     squared_lengths: float = 0.0  # summed over documents, where they are kept apart, without padding
@@ -53,7 +53,7 @@ class Batch:
         return self._with(self.packed.clone())
 
     def _tensors(self) -> dict[str, Any]:
-        """Return the tensors by name, in the order in which they lie in `packed`."""
+        """Return the tensors by name, in their order in `packed`."""
         tensors = {name: getattr(self, name) for name in TENSORS}
         return tensors if self.documents is None else tensors | {"spans": self.documents.spans}
 
@@ -72,4 +72,4 @@ class Batch:
         return replace(self, packed=packed, documents=documents, **views)
 
 
-TENSORS = ("tokens", "labels", "mask", "positions", "order", "samples", "step")  # and then the documents' spans
+TENSORS = ("tokens", "labels", "mask", "positions", "order", "samples", "step")  # the documents' spans follow

@@ -1,17 +1,16 @@
 """Mix several datasets by weight, deterministically: Megatron's greedy rule.
 
 At step k the dataset that is furthest behind its share is drawn: the largest w_i * max(k, 1) - count_i, ties to the
-lowest i.  After any number of steps every dataset is within about one sample of its share.
+lowest i. After any number of steps every dataset is within about one sample of its share.
 
     weights .5 .3 .2      step 0 1 2 3 4 5 6 7 8 9
                           draw 0 1 2 0 1 0 2 0 1 0
 
-The rule is a loop, and ten million steps of Python take minutes.  But slightly wrong counts
-converge to the right ones, because the rule draws what is missing.  So the steps are cut into
-chunks that NumPy computes together, each from guessed counts (its shares, rounded).  A chunk whose first counts differ
-from the last counts of the chunk before is computed again from these, until all chunks agree.  The first chunk is
-exact, so each round makes at least one more chunk exact; in practice a few rounds are enough.  The order is the loop's,
-bit for bit.
+The rule is a loop, which is slow in Python. But slightly wrong counts converge to the right ones, because the rule
+draws what is missing. So the steps are cut into chunks that NumPy computes together, each from guessed counts (its
+shares, rounded). A chunk whose first counts differ from the last counts of the chunk before is computed again from
+these, until all chunks agree. The first chunk is exact, so each round makes at least one more chunk exact; in practice
+a few rounds are enough. The order is the loop's, bit for bit.
 
 Left out: blending by dataset size without weights.
 """
@@ -33,9 +32,9 @@ MAX_CHUNKS = 4096
 class BlendedDataset:
     """`num_samples` samples drawn from `parts` by the greedy rule; part i holds `part_samples(num_samples, w_i)`.
 
-    The order of the first ones is the same in a longer blend, and of SFTDatasets the samples are, too: then the
-    fingerprint does not depend on num_samples, so that a resumed run may be longer. Of other parts all are drawn that
-    they hold for certain, up to SURPLUS times num_samples: data.skip_samples needs more than the run was begun with.
+    A longer blend begins with the same order. SFTDatasets also keep the same samples, so their blend's fingerprint does
+    not depend on num_samples, and a resumed run may be longer. A blend of GPTDatasets holds up to SURPLUS times
+    num_samples if its parts are long enough: with data.skip_samples a run reads more samples than it trains.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class BlendedDataset:
 
 
 def normalize(weights: Sequence[float]) -> np.ndarray:
-    """Return float64 shares that sum to one.  Raises ValueError unless every weight is finite and positive."""
+    """Return float64 shares that sum to one. Raises ValueError unless every weight is finite and positive."""
     for weight in weights:
         if not (math.isfinite(weight) and weight > 0):
             fix = "leave that dataset out or give it a weight above 0"
@@ -79,7 +78,7 @@ def normalize(weights: Sequence[float]) -> np.ndarray:
 
 
 def part_samples(num_samples: int, share: float) -> int:
-    """Count the samples that a part of this normalized weight must be able to give."""
+    """Count the samples that a part of this normalized weight must hold."""
     return math.ceil(math.ceil(num_samples * share) * SURPLUS)
 
 

@@ -7,15 +7,15 @@
               weighted blend (sft.py, packing.py)
     mock      random ids (mock.py)                                           none
 
-Every rank calls `build_datasets` with the same arguments, and one of them builds the indices (cache.py).  A
-split cuts the sequences, in file order, at its cumulative shares: 790 sequences at "7,3,1" give 0 to 503 for training,
-503 to 718 for validation and the rest for tests.
+Every rank calls `build_datasets` with the same arguments, and one of them builds the indices (cache.py). A split cuts
+the sequences, in file order, at its cumulative shares: 790 sequences at "7,3,1" give 0 to 503 for training, 503 to 718
+for validation and the rest for tests.
 
-Defects of the data are found here, before a model exists: a missing or foreign file, a split that
-leaves nothing, a zero weight, a tokenizer that did not make the data, an id beyond the vocabulary.  An index and a .bin
-of at most 1 GiB are read in full by one rank, once per vocabulary, and again when a file was written or replaced; the
-cache keeps the result.  Of a larger .bin the first million tokens are read, the others when they are drawn;
-tools/check_data.py reads it in full before a run.
+Defects of the data are found here, before a model exists: a missing or foreign file, a split that leaves nothing, a
+zero weight, a tokenizer that did not make the data, an id beyond the vocabulary. One rank reads an index and a .bin of
+at most 1 GiB in full, once per vocabulary, and again when a file was written or replaced; the cache keeps the result.
+Of a larger .bin the first million tokens are read at the start, the others when they are drawn. tools/check_data.py
+reads it in full before a run.
 
 Left out: separate files for validation, except for sft; the test split is only set aside.
 """
@@ -41,8 +41,8 @@ from minitron.data.mock import MockDataset
 from minitron.data.sft import SFTDataset, TokenizedFiles
 from minitron.data.tokenizers import Readers, Tokenizer
 
-SCAN_BYTES = 1 << 30  # of .bin: what is read in full before training
-PEEK_TOKENS = 1 << 20  # read of a larger one
+SCAN_BYTES = 1 << 30  # the largest .bin that is read in full before training
+PEEK_TOKENS = 1 << 20  # read from a larger one
 MAX_SAMPLES = 1 << 32  # 20 bytes of memory each
 TRAIN, VALID = 0, 1  # positions in a split
 
@@ -56,7 +56,7 @@ class Datasets(NamedTuple):
     tokenizer: None for mock data, and for indexed data when data.tokenizer is left at "corpus".
     info: a record, for JSON, of what was built; `train` and `valid` identify the order of samples, `tokenizer` is the
     tokenizer's fingerprint, and the corpus adds `unigram_entropy`, in nats per token.
-    note: a line for the log that says how well documents were packed; empty if none were.
+    note: a line for the log that describes how well documents were packed; empty if none were.
     """
 
     train: Dataset
@@ -79,10 +79,10 @@ def build_datasets(
 ) -> Datasets:
     """Build or find the datasets; safe to call on every rank at once.
 
-    train_samples, valid_samples: how many samples the run may draw; at least so many can be indexed, in an order that
-    depends on them.  For sft train_samples may compute this from the samples of an epoch.  vocab_size: ids must lie
-    below it.
-    first_on_node: False for a rank that calls after the first rank of its node has returned.  That one has built what
+    train_samples, valid_samples: how many samples the run may draw. The datasets hold at least these, in an order that
+    depends on the numbers. For sft train_samples may compute its number from the samples of an epoch. vocab_size: ids
+    must be below it.
+    first_on_node: False for a rank that calls after the first rank of its node has returned. That one has built what
     was missing and checked the cache's checksums.
     readers: open data.tokenizer, unless that is "corpus", and read the files of sft.
     Raises ValueError for everything that the module docstring lists.
@@ -106,8 +106,8 @@ def build_datasets(
     return Datasets(train, valid, tokenizer, info, note)
 
 
-# What a source gives: the tokenizer, the beginning of `info`, (part of the split, samples) -> dataset, and of sft the
-# training samples of an epoch.
+# A source returns the tokenizer, the beginning of `info`, (part of the split, samples) -> dataset, and for sft the
+# training samples of an epoch, else 0.
 Source = tuple[Tokenizer | None, dict[str, Any], Callable[[int, int], Dataset], int]
 
 
@@ -204,7 +204,7 @@ def parse_paths(paths: Sequence[str], grouped: bool = False) -> tuple[list[str],
     if not paths or len(paths) % 2:
         raise ValueError(f"data.paths={paths} has {len(paths)} entries; {rule}")
     if words := [weight for weight in paths[::2] if not re.fullmatch(NUMBER, weight)]:
-        raise ValueError(f"data.paths={paths}: {words[0]} is no weight; {rule}")
+        raise ValueError(f"data.paths={paths}: {words[0]} is not a weight; {rule}")
     weights = [float(weight) for weight in paths[::2]]
     normalize(weights)
     return paths[1::2], weights
@@ -254,13 +254,13 @@ def check_tokens(file: IndexedDataset, vocab_size: int) -> str:
 
 
 def check_maker(prefix: str, spec: str, tokenizer: Tokenizer | None, vocab_size: int) -> None:
-    """Raise ValueError if another tokenizer made the dataset, as PREFIX.json says, or its ids exceed the vocabulary."""
+    """Raise ValueError if PREFIX.json names another tokenizer, or if ids of the dataset exceed the vocabulary."""
     sidecar = read_sidecar(prefix)
     if sidecar is not None:
         made_by, fingerprint = sidecar["tokenizer"], sidecar["fingerprint"]
         if made_by != "corpus" if tokenizer is None else fingerprint != tokenizer.fingerprint:
-            says = f"{prefix}.json says {made_by} with fingerprint {fingerprint}"
-            raise ValueError(f"data.tokenizer={spec} did not make {prefix}: {says}; set data.tokenizer to that")
+            named = f"{prefix}.json names {made_by} with fingerprint {fingerprint}"
+            raise ValueError(f"data.tokenizer={spec} did not make {prefix}: {named}; set data.tokenizer to that")
     needed = max(tokenizer.vocab_size if tokenizer else 0, sidecar["vocab_size"] if sidecar else 0)
     check_vocabulary(needed, f"the tokenizer of {prefix}", vocab_size)
 

@@ -1,17 +1,17 @@
 """Build a cached folder once, for any number of processes on any number of nodes.
 
-A file lock of one node may not hold on another (Lustre localflock, NFS nolock), so nothing here depends on a lock.  A
-process builds in a folder that only it uses, then renames it.  A rename is atomic and fails if the final folder exists:
-then that one is used, and the second build is dropped.  So a folder is complete or absent.
+A file lock of one node may not hold on another (Lustre localflock, NFS nolock), so nothing here depends on a lock. A
+process builds in a folder that only it uses, then renames it. A rename is atomic and fails if the final folder exists:
+then that one is used, and the second build is dropped. So a folder is complete or absent.
 
     node 0   makes NAME.0.partial    builds in NAME.0.partial/RANDOM     renames it to NAME
     node 1   finds NAME.0.partial    looks again, with growing pauses    finds NAME
 
-The mkdir succeeds in one process, and the others wait.  The builder may be dead, so once its folder is too old, one
-more process makes NAME.1.partial and builds as well.  The first to finish deletes all of these folders.  A build writes
-contents.json last: lengths and checksums of its files.  A folder of an older version gets it where it can be written.
+The mkdir succeeds in one process, and the others wait. The builder may be dead, so once its folder is too old, one
+more process makes NAME.1.partial and builds as well. The first to finish deletes all of these folders. A build writes
+contents.json last: lengths and checksums of its files. A folder without it gets one if it can be written.
 
-Left out: eviction.  A cache directory may be deleted by hand while no run uses it.
+Left out: eviction. A cache directory may be deleted by hand while no run uses it.
 """
 
 import hashlib
@@ -35,9 +35,9 @@ CONTENTS = "contents.json"
 
 
 class Cache(NamedTuple):
-    """A directory of cached folders, as seen by one process.
+    """A directory of cached folders, used by one process.
 
-    first_on_node: this process checks the files of a folder in full. Of the processes on a node one need do so.
+    first_on_node: this process checks the files of a folder in full. One process of a node is enough.
     """
 
     directory: str | os.PathLike[str]
@@ -46,7 +46,7 @@ class Cache(NamedTuple):
     def build_once(self, name: str, build: Callable[[Path], object]) -> Path:
         """Return the folder `name`, filled by one call of `build(temporary_directory)` in any of the processes.
 
-        Every process checks the names and lengths of its files.  The first on a node checks the checksums too, unless
+        Every process checks the names and lengths of its files. The first on a node checks the checksums too, unless
         it has built the folder.
         Raises ValueError when the folder cannot be written or is damaged, and what `build` raises (every waiting
         process then tries in turn and reports the same error).
@@ -62,7 +62,7 @@ class Cache(NamedTuple):
         return final
 
     def recall(self, name: str, compute: Callable[[], str]) -> str:
-        """Return the text of `compute()`, kept in the folder `name`.  Where none can be kept it is computed again."""
+        """Return the text of `compute()`, kept in the folder `name`. Compute it again if no folder can be made."""
         directory = Path(self.directory)
         if directory.is_dir() and not (os.access(directory, os.W_OK) or (directory / name).is_dir()):
             return compute()
@@ -71,7 +71,7 @@ class Cache(NamedTuple):
 
 
 def fingerprint_of(*parts: bytes | memoryview) -> str:
-    """Hash the parts, one after another, to 16 hex digits that name what they are."""
+    """Hash the parts, one after another, to 16 hex digits."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)
@@ -142,18 +142,18 @@ def _write_contents(folder: Path) -> None:
 
 
 def _check(folder: Path, checksums: bool) -> None:
-    """Compare the files with contents.json. With checksums, write it first for a folder of an older version."""
+    """Compare the files with contents.json. With checksums, write it first if it is missing."""
     contents = folder / CONTENTS
     if checksums and not contents.exists():
         with suppress(OSError):  # a read-only or a full disk
             _write_contents(folder)
     known = read_json(contents) if contents.exists() else {}
     if not isinstance(known, dict) or not all(Path(n).name == n and isinstance(x, list) for n, x in known.items()):
-        raise ValueError(f"{CONTENTS} is not as it was written")
+        raise ValueError(f"{CONTENTS} is not a list of files")
     for name, (size, checksum) in known.items():
         path = folder / name
         if path.stat().st_size != size or checksums and _checksum(path) != checksum:
-            raise ValueError(f"{name} is not as it was written")
+            raise ValueError(f"{name} differs from its size or checksum in {CONTENTS}")
 
 
 def _checksum(path: Path) -> str:

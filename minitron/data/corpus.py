@@ -1,26 +1,26 @@
 """A corpus of real text that every machine has: the sources of the Python standard library.
 
-A first run must need no download.  The .py files of the running Python (about 12 MB) are text written by people, with
-structure at every scale; a small model learns them visibly in minutes.  `build_corpus` does, once per cache directory:
+A first run must need no download. The .py files of the running Python (about 12 MB) are text written by people, with
+structure at every scale, and a small model learns them fast. Once per cache directory, `build_corpus` does:
 
     read every .py     -> shuffle the files -> train a SentencePiece BPE -> encode -> corpus.bin/.idx, meta.json
     skip undecodable      by hash of name      of `vocab_size` pieces       + </s>
 
 The files are ordered by the hash of their names: the validation split is a random choice of files, not the last ones of
-the alphabet, and a new file leaves the others in their order.  The tokenizer loses nothing: decode(encode(text)) ==
+the alphabet, and a new file leaves the others in their order. The tokenizer loses nothing: decode(encode(text)) ==
 text, white space and line ends included (identity normalization, no dummy prefix, unknown characters as their bytes).
 
 `meta.json` holds the Python version, the fingerprint of the sources, counts, and the unigram entropy -sum p ln p in
-nats per token: the loss of a model that knows how often each token occurs, and nothing of context.  A lower loss
-shows that a model has learned from context.
+nats per token: the loss of a model that predicts each token by its frequency alone. A lower loss shows that a model has
+learned from context.
 
 A first fine-tuning needs no download either: some thousand functions of these sources have a docstring that begins with
-a sentence.  To write it is a task that a small model, pretrained on the corpus, learns in minutes.  `build_docstrings`
-keeps the pairs as JSONL, read from there like any other file (sft.py):
+a sentence. A small pretrained model soon learns to write that sentence. `build_docstrings` keeps the pairs as JSONL,
+read from there like any other file (sft.py):
 
     {"prompt": "Explain random.Random.shuffle(self, x):", "completion": " Shuffle list x in place, and return None."}
 
-Left out: site-packages, and test directories, which many distributions do not install: machines should agree.  Of
+Left out: site-packages, and test directories, which many distributions do not install: machines should agree. Of
 docstrings: private functions, and first lines that end in the middle of a sentence.
 """
 
@@ -56,7 +56,7 @@ TRAINER: dict[str, Any] = dict(model_type="bpe", num_threads=1) | UNCHANGED | PI
 
 
 class Corpus(NamedTuple):
-    """prefix: of the .bin/.idx pair.  meta: the contents of meta.json."""
+    """prefix: that of the .bin/.idx pair. meta: the contents of meta.json."""
 
     prefix: str
     tokenizer: "CorpusTokenizer"
@@ -94,7 +94,7 @@ def build_corpus(cache: Cache, vocab_size: int, root: str | os.PathLike[str] | N
 def read_sources(root: str | os.PathLike[str] | None = None) -> list[tuple[str, bytes]]:
     """Read every non-empty .py file below root: (relative name, content), ordered by the hash of the name.
 
-    root: by default this Python's standard library.  Raises ValueError when there is none.
+    root: by default this Python's standard library. Raises ValueError when there is none.
     """
     root = Path(sysconfig.get_paths()["stdlib"] if root is None else root)
     names = []
@@ -167,7 +167,7 @@ def unigram_entropy(dataset: IndexedDataset) -> float:
 def build_docstrings(cache: Cache, root: str | os.PathLike[str] | None = None) -> Path:
     """Return the JSONL file of pairs, built once; safe to call from any number of processes at once.
 
-    root: the folder of sources, by default this Python's standard library.  Raises ValueError when there is no source.
+    root: the folder of sources, by default this Python's standard library. Raises ValueError when there is no source.
     """
     sources = read_sources(root)
     made_by = Path(__file__).read_bytes()  # another form of the pairs is another file
@@ -189,7 +189,7 @@ def explained(name: str, content: bytes) -> Iterator[tuple[str, str]]:
     """Yield (signature, first sentence of the docstring) of a module's public functions and methods, top to bottom."""
     module = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     try:
-        with warnings.catch_warnings(action="ignore"):  # about escapes that newer Pythons deprecate
+        with warnings.catch_warnings(action="ignore"):  # newer Pythons deprecate some escapes
             tree = ast.parse(content)
     except (SyntaxError, ValueError):  # a template, or a file for another Python
         return

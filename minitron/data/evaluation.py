@@ -1,7 +1,7 @@
 """The loss on validation data: the same batches each time, without dropout.
 
-A run evaluates every train.eval_every steps. `--evaluate` evaluates a checkpoint and ends: `alone` is the configuration
-of that. Both read train.eval_steps batches of train.global_batch_size, whatever the sizes of the steps are.
+A run evaluates every train.eval_every steps. `--evaluate` evaluates one checkpoint and exits: `evaluation_only` makes
+its configuration. Both read train.eval_steps batches of train.global_batch_size, even under a batch ramp.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from minitron.runtime.stop import Stop
 class Evaluation(Observer):
     """Logs the mean loss per token over train.eval_steps global batches, every train.eval_every steps.
 
-    evaluate(batches): returns [loss sum, tokens] of a global batch, on the device. Collective over the world. meter: of
-    the run's steps; None: there is no run.
+    evaluate(batches): returns [loss sum, tokens] of a global batch, on the device. Collective over the world. meter:
+    the run's; None in an evaluation without a run.
     """
 
     evaluate: Callable[[list[Batch]], Tensor]
@@ -65,7 +65,7 @@ class Evaluation(Observer):
         loader.close()
 
 
-def alone(cfg: Config) -> Config:
+def evaluation_only(cfg: Config) -> Config:
     """Return the configuration of an evaluation without training: it records, saves and writes nothing."""
     return changed(
         final(cfg),

@@ -1,6 +1,6 @@
 """Samples of s + 1 tokens from a token file, in the order of Megatron's GPTDataset.
 
-Documents are shuffled, laid end to end, and cut every s tokens; the cuts are shuffled again.  Three arrays say so:
+Documents are shuffled, laid end to end, and cut every s tokens; the cuts are shuffled again. Three arrays store this:
 
     document index   int32 [epochs * documents]   a shuffled list of sequences, every epoch's copy in it
     sample index     [samples + 1, 2]             where each cut falls: (position in the document index, token offset)
@@ -12,13 +12,13 @@ Example, s = 4, documents A (5 tokens), B (3), C (6), shuffled to B C A:
     stream   B0 B1 B2 C0 C1 C2 C3 C4 C5 A0 A1 A2 A3 A4
     cuts     0           4           8           12        rows (0, 0) (1, 1) (1, 5) (2, 3): three samples
 
-As many epochs are laid out as the requested samples need.  If less than 80 % of the last one would be used, it is
-shuffled apart from the others, so that its documents come last.  All shuffles come from one
+As many epochs are laid out as the requested samples need. If less than 80 % of the last one would be used, it is
+shuffled apart from the others, so that its documents come last. All shuffles come from one
 `numpy.random.RandomState(seed)`, which makes the order equal to Megatron's.
 
 The arrays are a pure function of their key (data, sequences, samples, s, seed); they are built once, cached as .npy and
-memory-mapped.  A cut is the document whose cumulative length first exceeds k*s: a cumsum and a searchsorted, so 100
-million documents take seconds in NumPy.
+memory-mapped. A cut is in the document whose cumulative length first exceeds k*s. NumPy finds it fast, by a cumsum and
+a searchsorted.
 
 Left out: padding of a last partial sample (Megatron can keep one for validation), s3 paths.
 """
@@ -33,7 +33,7 @@ from minitron.config.files import write_json
 from minitron.data.cache import Cache, fingerprint_of, load_arrays, save_arrays
 from minitron.data.indexed import DataError, IndexedDataset
 
-BLOCK_TOKENS = 1 << 20  # of a scan: a block is read twice, for its least and its largest id
+BLOCK_TOKENS = 1 << 20  # a scan reads a block twice, for its least and its largest id
 MAX_SEQUENCES = 1 << 31  # in a file: an id is an int32, as in Megatron
 
 
@@ -42,9 +42,9 @@ class Sample(NamedTuple):
 
     tokens: int64 [s + 1].
     starts: int32, ascending offsets in `tokens` at which a new document begins, without 0; from the index, not from
-        end-of-document tokens.  s itself is possible: then only the last label is of the new document.
+        end-of-document tokens. s itself is possible: then only the last label is of the new document.
     mask: float32 [s] loss weights of the labels, or None for all ones.
-    padding: how many of the s inputs, at the end, only fill the sample and are no work.
+    padding: the number of inputs, at the end, that only fill the sample.
     """
 
     tokens: np.ndarray
@@ -67,7 +67,7 @@ class EpochPlan(NamedTuple):
 class GPTDataset:
     """Samples 0 .. len - 1 of the given range of sequences, at least `num_samples` of them.
 
-    sequences: the range of sequences (a split) to draw from.  cache: where the index arrays are kept.
+    sequences: the range of sequences (a split) to draw from. cache: where the index arrays are kept.
     vocab_size: drawing a sample with an id outside 0 .. vocab_size - 1 raises DataError.
     Raises ValueError when the range holds fewer than seq_len + 1 tokens (Megatron would repeat them inside a sample,
     and loop for ever on none).
@@ -131,7 +131,7 @@ def scan_ids(file: IndexedDataset, vocab_size: int, key: str = "model.vocab_size
     """
     end = file.num_bin_bytes // file.dtype.itemsize
     if file.dtype.kind not in "iu":
-        raise DataError(f"{file.prefix}.idx: {file.dtype} values are no token ids; give a dataset of an integer dtype")
+        raise DataError(f"{file.prefix}.idx: {file.dtype} values are not token ids; give a dataset of an integer dtype")
     if not end:
         fix = "leave this dataset out, or preprocess text that is not empty"
         raise DataError(f"{file.prefix}.bin: no tokens in {len(file.document_indices) - 1} documents; {fix}")
@@ -172,7 +172,7 @@ def build_sample_index(lengths: np.ndarray, document_index: np.ndarray, num_samp
 
 
 def count_tokens(indexed: IndexedDataset, sequences: range, seq_len: int) -> int:
-    """Count the tokens of the range of sequences.  Raises ValueError if they make no sample."""
+    """Count the tokens of the range of sequences. Raises ValueError if they make no sample."""
     tokens = int(indexed.lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
     if tokens < seq_len + 1:
         have = f"sequences {sequences.start} to {sequences.stop} hold {tokens} tokens"

@@ -1,20 +1,20 @@
 """Token files: Megatron's PREFIX.bin and PREFIX.idx, byte for byte, by memory map.
 
-A dataset of a terabyte must open at once and serve any slice of any document.  So the tokens lie end to end in one
-file without any header, and a second file says where each sequence begins:
+A dataset of a terabyte must open at once and serve any slice of any document. So the tokens lie end to end in one
+file without any header, and a second file stores where each sequence begins:
 
     PREFIX.bin   tokens, little-endian, nothing else
     PREFIX.idx   "MMIDIDX\\0\\0" | version 1: u64 | dtype code: u8 | sequences: u64 | document indices: u64
                  | length of each sequence: i32 | its first byte in .bin: i64 | document indices: i64 | (modes: i8)
 
 Two documents, [7, 8, 9] and [4, 5], as uint16: `.bin` holds 10 bytes, lengths are 3 2, pointers 0 6, document
-indices 0 1 2.  Document d is the sequences document_indices[d] .. document_indices[d + 1] - 1; text written by
+indices 0 1 2. Document d is the sequences document_indices[d] .. document_indices[d + 1] - 1; text written by
 tools/preprocess_data.py has one sequence a document.
 
-Modes belong to multimodal data and are passed over.
+Modes belong to multimodal data and are ignored.
 
 The writer works under temporary names and renames at the end, the .idx last: a dataset with an .idx is complete.
-PREFIX.json beside them (ours, optional) says which tokenizer made the tokens; datasets of others lack it.
+PREFIX.json beside them (ours, optional) names the tokenizer that made the tokens. Other programs do not write it.
 
 Left out: reading without a memory map, object stores.
 """
@@ -65,11 +65,11 @@ def best_dtype(vocab_size: int) -> np.dtype:
 class IndexedDataset:
     """A dataset opened by memory map; `len()` counts sequences.
 
-    lengths: int32 [sequences], in tokens.  pointers: int64 [sequences], in bytes.  document_indices: int64
+    lengths: int32 [sequences], in tokens. pointers: int64 [sequences], in bytes. document_indices: int64
     [documents + 1].  All are read-only views of the map.
     fingerprint: computed when it is first needed, unless given.
     Opening reads the header and the last sequence; `check_index` reads the rest.
-    Raises DataError when a file is missing, unreadable, no Megatron index, or of another size than the index says.
+    Raises DataError when a file is missing, unreadable, not a Megatron index, or of another size than in the index.
     """
 
     @_readable()
@@ -92,7 +92,7 @@ class IndexedDataset:
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Return tokens offset .. offset + length - 1 of a sequence, by default to its end: a read-only view [length].
 
-        Raises DataError when the sequence does not lie within .bin.
+        Raises DataError if .bin does not contain the whole sequence.
         """
         stored, begin = int(self.lengths[sequence]), int(self.pointers[sequence])
         if not (0 <= stored and 0 <= begin <= len(self._bin) - stored * self.dtype.itemsize):
@@ -120,7 +120,7 @@ class IndexedDataset:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """16 hex digits of the dtype, every length, and both ends of .bin: the same wherever the files lie."""
+        """16 hex digits of the dtype, every length, and both ends of .bin: the same wherever the files are."""
         ends = self._bin[: 1 << 16].data, self._bin[-1 << 16 :].data
         return fingerprint_of(f"{self.dtype.str} {len(self._bin)} ".encode(), self.lengths.data, *ends)
 
@@ -140,9 +140,9 @@ class IndexedDataset:
 class IndexedWriter(AbstractContextManager["IndexedWriter"]):
     """A context manager that writes PREFIX.bin and PREFIX.idx; nothing appears under these names before its end.
 
-    It deletes its temporary files after an error.  sidecar: a dict for PREFIX.json.  Memory: 12 bytes a sequence and 8
+    It deletes its temporary files after an error. sidecar: a dict for PREFIX.json. Memory: 12 bytes a sequence and 8
     a document.
-    Raises ValueError when the files cannot be written, whatever the reason: a path, a permission, a full disk.
+    Raises ValueError when the files cannot be written, for any reason: a path, a permission, a full disk.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: np.dtype | type, sidecar: dict[str, Any] | None = None):
@@ -200,7 +200,7 @@ class IndexedWriter(AbstractContextManager["IndexedWriter"]):
                     file.flush()
                     os.fsync(file.fileno())
             self._bin.close()
-            Path(f"{self.prefix}.idx").unlink(missing_ok=True)  # an older dataset disappears before its .bin changes
+            Path(f"{self.prefix}.idx").unlink(missing_ok=True)  # the dataset before disappears before its .bin changes
             os.replace(f"{self.prefix}.bin{self._suffix}", f"{self.prefix}.bin")
             Path(f"{self.prefix}.json").unlink(missing_ok=True)
             if self.sidecar is not None:
@@ -210,7 +210,7 @@ class IndexedWriter(AbstractContextManager["IndexedWriter"]):
 
 @_readable()
 def read_sidecar(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Read PREFIX.json, which says what tokenizer made the dataset; None if there is none (a dataset of others)."""
+    """Read PREFIX.json, which names the tokenizer of the dataset; None if there is none (another program made it)."""
     path = Path(f"{os.fspath(prefix)}.json")
     if not path.is_file():
         return None
@@ -220,15 +220,15 @@ def read_sidecar(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
     for key, kind in {"tokenizer": str, "fingerprint": str, "vocab_size": int}.items():
         value = sidecar.get(key) if isinstance(sidecar, dict) else None
         if type(value) is not kind:
-            raise DataError(f"{path}: {key}={value!r} is no {'text' if kind is str else 'integer'}; {fix}")
+            raise DataError(f"{path}: {key}={value!r} is not {'text' if kind is str else 'an integer'}; {fix}")
     return sidecar
 
 
 def check_index(dataset: IndexedDataset) -> None:
-    """Read the whole index: O(n), a second for 100 million sequences.
+    """Read the whole index, in O(n).
 
-    Raises DataError unless the sequences lie in .bin in order and without gaps, as every writer of Megatron leaves
-    them, and the document indices rise from 0 to their number.
+    Raises DataError unless the sequences are in .bin in order and without gaps, as every writer of Megatron leaves
+    them, and the document indices rise from 0 to the number of sequences.
     """
     end = 0
     for begin in range(0, len(dataset), _BLOCK_SEQUENCES):
@@ -265,20 +265,20 @@ def _read_header(prefix: str) -> tuple[np.dtype, int, int]:
     if head[: len(MAGIC)] != MAGIC[: len(head)]:
         why = f"begins with {head[:9]!r}, not {MAGIC!r}: no Megatron index"
         raise DataError(f"{path}: {why}; make one with tools/preprocess_data.py")
-    truncated = f"{path}: {size} bytes, shorter than its header says; it is truncated: copy or preprocess it again"
+    truncated = f"{path}: {size} bytes, shorter than its header requires; it is truncated: copy or preprocess it again"
     if len(head) < _HEADER.size:
         raise DataError(truncated)
     _, version, code, num_sequences, num_indices = _HEADER.unpack(head)
     if version != VERSION:
         raise DataError(f"{path}: version {version}, only version {VERSION} is known; preprocess the data again")
     if code not in DTYPES:
-        raise DataError(f"{path}: dtype code {code} is none of 1 to {max(DTYPES)}; preprocess the data again")
+        raise DataError(f"{path}: dtype code {code} is not one of 1 to {max(DTYPES)}; preprocess the data again")
     expected = _HEADER.size + 12 * num_sequences + 8 * num_indices
     if size < expected:
         raise DataError(truncated)
     if size not in (expected, expected + num_sequences):  # without or with modes
         fix = "it is damaged: copy or preprocess it again"
-        raise DataError(f"{path}: {size - expected} bytes more than its header says; {fix}")
+        raise DataError(f"{path}: {size - expected} bytes more than its header requires; {fix}")
     return DTYPES[code], num_sequences, num_indices
 
 

@@ -1,7 +1,7 @@
 """From samples to microbatches on the device, and which rank reads which samples.
 
-The order depends only on the number of samples trained so far. A step takes the next samples, as many as
-config/batch.py gives it; of each run of micro_batch_size * dp samples, data-parallel rank r takes the r-th part:
+The order depends only on the number of samples trained so far. A step takes the next samples, and config/batch.py gives
+their number. Of each micro_batch_size * dp samples in a row, data-parallel rank r takes the r-th part:
 
     mbs 2, dp 2, 8 samples a step     microbatch 0   rank 0 [0 1]   rank 1 [2 3]
                                       microbatch 1   rank 0 [4 5]   rank 1 [6 7]

@@ -1,10 +1,10 @@
 """Random tokens without any files: for speed measurements, tests and a first run on a new machine.
 
-Sample i depends on (seed, i) alone, so it is the same on every rank, in every layout and after a restart.  With
+Sample i depends on (seed, i) alone, so it is the same on every rank, in every layout and after a restart. With
 `document_length` the sample is cut into documents whose lengths are geometric with that mean, as if drawn from a long
-stream of documents; with `longest` their lengths are uniform from 1 to that, as of packed questions and answers.
+stream of documents; with `longest` their lengths are uniform from 1 to that, as in packed questions and answers.
 
-Left out: anything to learn.  The loss of a uniform source stays at ln(vocab_size); use the corpus to see it fall.
+Left out: anything to learn. The loss of a uniform source stays at ln(vocab_size); use the corpus to see it fall.
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class MockDataset:
             raise IndexError(f"sample {i} of {self.num_samples}")
         rng = np.random.default_rng((self.seed, i))
         tokens = rng.integers(self.vocab_size, size=self.seq_len + 1, dtype=np.int64)
-        begins = np.zeros(self.seq_len, bool)  # of tokens 1 .. s: whether one is the first of its document
+        begins = np.zeros(self.seq_len, bool)  # for tokens 1 .. s: whether it is the first of its document
         if self.document_length is not None:
             begins = rng.random(self.seq_len) < 1 / self.document_length  # so lengths are geometric
         if self.longest is not None:

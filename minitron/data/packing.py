@@ -1,18 +1,18 @@
 """Pack documents of any length into sequences of one length, with little padding.
 
 A question with its answer is short (200 tokens in SQuAD, paragraph included) and a sequence long (4096): with one
-document each, 95 % of the work would be padding.  Best fit decreasing closes the gap: take documents from the longest
+document each, 95 % of the work would be padding. Best fit decreasing closes the gap: take documents from the longest
 to the shortest, put each where it leaves the least room, open another sequence if it fits nowhere.
 
-Only lengths matter for that, so the input is their histogram, and the output is patterns of lengths.  Capacity 10:
+Only lengths matter for that, so the input is their histogram, and the output is patterns of lengths. Capacity 10:
 
     2 documents of 6 tokens, 1 of 4, 5 of 2     1 x (6, 4)   1 x (6, 2, 2)   1 x (2, 2, 2)
 
-All sequences with equal room left are filled at once, so a million documents take milliseconds.  Each epoch draws the
-places of documents of equal length, and the order of the sequences, from (seed, epoch) alone.  So sample i is sequence
-i mod n of epoch i div n.  That holds in every layout, for any number of steps, and after a resume.
+All sequences with equal room left are filled at once, so the loop is short. Each epoch draws the places of documents of
+equal length, and the order of the sequences, from (seed, epoch) alone. So sample i is sequence i mod n of epoch
+i div n. That holds in every layout, for any number of steps, and after a resume.
 
-The last sequence of an epoch is mostly padding.  Left out: balancing the attention work of sequences, which differs
+The last sequence of an epoch is mostly padding. Left out: balancing the attention work of sequences, which differs
 with the square of the documents' lengths.
 """
 
@@ -58,7 +58,7 @@ def pack(counts: np.ndarray, capacity: int) -> list[tuple[int, tuple[int, ...]]]
 
 
 class Packing:
-    """Which of the documents with these `lengths` (int [n], 1 ... capacity each) share a sequence, in every epoch."""
+    """Chooses the documents that share a sequence, in every epoch. lengths: theirs, int [n], 1 ... capacity each."""
 
     def __init__(self, lengths: np.ndarray, capacity: int, seed: int):
         self.lengths, self.seed = lengths, seed

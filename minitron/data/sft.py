@@ -1,26 +1,25 @@
 """Fine-tuning data: rows of questions and answers, packed so that only answers count, without attention across them.
 
 A row of a file is a document, in one of two forms. The second takes the tokenizer's own chat template, with roles,
-`tools` and `chat_template_kwargs` as transformers has them; or Llama 3's, if the tokenizer has no template. Files and
+`tools` and `chat_template_kwargs` as in transformers; or Llama 3's, if the tokenizer has no template. Files and
 templates are read by minitron/interop/rows.py and chat.py, which commands pass to this code:
 
     {"prompt": "Capital of France?", "completion": " Paris"}
         context   bos Capital of France?                                    bos: Llama's; other tokenizers have none
-        answer    _Paris eod                                                nothing is added in between: mind the space
+        answer    _Paris eod                                                nothing is added between: mind the space
     {"messages": [{"role": "user", "content": "Capital of France?"}, {"role": "assistant", "content": "Paris"}]}
         context   <|begin_of_text|><|start_header_id|>user<|end_header_id|>\\n\\nCapital of France?<|eot_id|>
                   <|start_header_id|>assistant<|end_header_id|>\\n\\n
         answer    Paris<|eot_id|>                                           then the next context, and so on
 
 Documents are tokenized once, into a .bin/.idx pair of `data.cache_dir` that is named by the hash of files and
-tokenizer.  Its sequences are context and answer in turn, so the index already says which tokens count.  packing.py
-chooses the documents of a sample.  It is a gpt.Sample as in pretraining, so every layout treats it alike: `starts`
-keeps documents apart, with positions from 0, and the mask is 1 for answers only. The rest of a sample is padding with
-loss weight 0.
+tokenizer. Its sequences are context and answer in turn, so the index shows which tokens count. packing.py chooses the
+documents of a sample. It is a gpt.Sample as in pretraining, so every layout treats it alike: `starts` keeps documents
+apart, with positions from 0, and the mask is 1 for answers only. The rest of a sample is padding with loss weight 0.
 
 A document that is too long is cut at its end, and reported (data.too_long=truncate). A prompt that is too long by
 itself is an error, as is any other defect of a row. The error names the files and the rows, the first SHOWN of them.
-With data.bad_lines=skip the log has this line, and the run goes on without these rows. Bad rows are kept beside the
+With data.bad_lines=skip the log has this line, and the run continues without these rows. Bad rows are kept beside the
 tokens, so one process finds them, and all others read them there.
 
 A special token in the text of a row counts as text, and is reported; `data.special_tokens_in_text` changes that.
@@ -45,11 +44,11 @@ from minitron.data.indexed import IndexedDataset, IndexedWriter, best_dtype
 from minitron.data.packing import Packing
 from minitron.data.tokenizers import Readers, Tokenizer, UnusableTemplate
 
-FORMAT = 1  # to be raised when other tokens are made of a row, so that cached ones are not taken for them
+FORMAT = 1  # raise it if rows give other tokens than before, so that cached ones are not used
 HEADER = "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"
-ROLES = "system", "developer", "user", "assistant", "tool"  # of a chat template
+ROLES = "system", "developer", "user", "assistant", "tool"  # the roles in a chat template
 SHOWN = 10  # rows that an error names; the others are counted
-WHY = 150  # characters of what is wrong with each
+WHY = 150  # characters of a description of a defect
 BAD = "bad.json"
 Defect = tuple[int, int, str]  # number of the file, number of the row, what is wrong with it
 
@@ -57,10 +56,10 @@ Defect = tuple[int, int, str]  # number of the file, number of the row, what is 
 class TokenizedFiles:
     """The tokenized rows of `paths`, in their order; `len()` counts them.
 
-    fingerprint: 16 hex digits, the same wherever the files lie.  lengths, prompts: int64 and int32 [documents], in
+    fingerprint: 16 hex digits, the same wherever the files are. lengths, prompts: int64 and int32 [documents], in
     tokens.
-    special: a special token in a text is one. with_special: the number of rows with one in a text.
-    skipped: which rows were left out, "" if none were.
+    special: text that spells a special token is encoded as that token. with_special: the number of rows with such text.
+    skipped: describes the rows that were left out, "" if none were.
     Raises ValueError, naming files and rows, for rows without a question and an answer, unless skip_bad is set.
     """
 
@@ -75,7 +74,7 @@ class TokenizedFiles:
     ):
         self.paths, self.eod, self.special = [os.path.expanduser(path) for path in paths], tokenizer.eod, special
         self.prefix = ", ".join(self.paths)
-        # Beside the fingerprint, which names what makes ids of a text: prompts begin with this token.
+        # A tokenizer's fingerprint covers only the mapping from text to ids. bos is hashed too: prompts begin with it.
         hashed = [f"{FORMAT} {tokenizer.fingerprint} {tokenizer.bos}".encode()]
         for path in self.paths:
             line = lambda error: f"data.paths: {path} cannot be read ({error.strerror}); name JSONL or Parquet files"
@@ -97,7 +96,7 @@ class TokenizedFiles:
         if not len(self._file):
             raise ValueError(f"data.paths: there is no row in {self.prefix}; give prompt and completion, or messages")
         self._rows, (templated, self.with_special) = load_arrays(folder, "rows", "counts")
-        # What had no effect is left out, so that older checkpoints know their data.
+        # The template and `special` enter the fingerprint only if a row uses the template or `special` is set.
         self.fingerprint = key if templated or special else fingerprint_of(*hashed)
         self._parts = self._file.document_indices
         self.lengths = np.add.reduceat(self._file.lengths, self._parts[:-1], dtype=np.int64)
@@ -121,7 +120,7 @@ class TokenizedFiles:
         """Return the first `limit` tokens of a document, int64, and whether each is of an answer, bool."""
         parts = [self._file.get(part) for part in range(self._parts[i], self._parts[i + 1])]
         answers = np.repeat(np.arange(len(parts)) % 2 == 1, [len(part) for part in parts])
-        answers[0] = False  # no token comes before it from which it could be predicted
+        answers[0] = False  # no token comes before it that could predict it
         return np.concatenate(parts, dtype=np.int64)[:limit], answers[:limit]
 
     def _listed(self, first: Iterable[Defect], count: int) -> str:
@@ -135,10 +134,10 @@ class TokenizedFiles:
 
 
 class SFTDataset:
-    """Packed samples of some documents of a file: an endless order of epochs. `of_length` says how many are read.
+    """Packed samples of some documents of a file: an endless order of epochs. `of_length` sets how many are read.
 
-    too_long: what becomes of documents of more than seq_len + 1 tokens (data.too_long); `cut` counts them.
-    note: a line that says how much there is, and how well it is packed.
+    too_long: what happens to documents of more than seq_len + 1 tokens (data.too_long); `cut` counts them.
+    note: a line for the log: the documents and samples of an epoch, and how full samples are.
     """
 
     def __init__(self, documents: TokenizedFiles, part: range, seq_len: int, seed: int, too_long: str = "truncate"):
@@ -167,7 +166,7 @@ class SFTDataset:
             self.note += f"; {found}, which are read as text: data.special_tokens_in_text=true reads them as tokens"
 
     def of_length(self, num_samples: int) -> "SFTDataset":
-        """Return these samples as a dataset of another number of them."""
+        """Return a dataset of these samples that ends after num_samples."""
         other = copy(self)
         other.num_samples = num_samples
         return other
@@ -218,9 +217,9 @@ def encode_chat(messages: Sequence[dict[str, Any]], tokenizer: Tokenizer, specia
 
 
 def encode_row(row: Any, tokenizer: Tokenizer, special: bool, counts: Counter[str]) -> list[list[int]]:
-    """Encode what Readers.rows gives to context and answer in turn.  Raises ValueError: what is wrong, and the fix.
+    """Encode a row of Readers.rows to context and answer in turn. Raises ValueError with what is wrong, and the fix.
 
-    counts: adds a row to `templated` if it takes the tokenizer's template, to `special` if a text has a special token.
+    counts: adds 1 to `templated` if the row uses the tokenizer's template, to `special` if a text has a special token.
     """
     if isinstance(row, ValueError):
         raise row
@@ -235,7 +234,7 @@ def encode_row(row: Any, tokenizer: Tokenizer, special: bool, counts: Counter[st
     if "messages" in keys:
         return _encode_messages(row, tokenizer, special, counts)
     if no_texts := [key for key in sorted(keys) if not isinstance(row[key], str)]:
-        raise ValueError(f"has a {no_texts[0]} that is no text; put it into quotes")
+        raise ValueError(f"has a {no_texts[0]} that is not text; put it into quotes")
     if not row["completion"].strip():
         raise ValueError("has an empty completion; fill it in, or drop the row")
     answer = [*tokenizer.encode(row["completion"], special), tokenizer.eod]
@@ -257,11 +256,11 @@ def _encode_messages(row: dict[str, Any], tokenizer: Tokenizer, special: bool, c
     if tokenizer.chat is None:
         return encode_chat(row["messages"], tokenizer, special)
     chat = {key: row[key] for key in ("messages", "tools", "chat_template_kwargs") if row.get(key)}
-    if isinstance(tools := chat.get("tools", []), str):  # as tables have it
-        with errors_as(ValueError, lambda error: f"has tools that are no JSON ({error}); correct them", ValueError):
+    if isinstance(tools := chat.get("tools", []), str):  # tables store it as text
+        with errors_as(ValueError, lambda error: f"has tools that are not JSON ({error}); correct them", ValueError):
             chat["tools"] = tools = parse_json(tools)
     if not isinstance(tools, list):
-        raise ValueError("has tools that are no list; write the list of their JSON schemas")
+        raise ValueError("has tools that are not a list; write the list of their JSON schemas")
     counts["templated"] += 1
     return tokenizer.chat.encode(chat, special)
 
@@ -279,7 +278,7 @@ def _check_messages(messages: object, by_template: bool) -> None:
         return isinstance(content, str) or by_template and content is None and bool(m.get("tool_calls"))
 
     if not (isinstance(messages, list) and messages and all(map(is_message, messages))):
-        raise ValueError("has messages that are no list of objects with the texts role and content; write them so")
+        raise ValueError("has messages that are not a list of objects with the texts role and content; write them so")
     roles = [message["role"] for message in messages]
     turns = roles[1:] if roles[0] == "system" else roles
     if by_template and (unknown := set(roles) - set(ROLES)):
@@ -291,10 +290,10 @@ def _check_messages(messages: object, by_template: bool) -> None:
 
 
 def _tokenize(folder: Path, paths: list[str], tokenizer: Tokenizer, readers: Readers, special: bool) -> None:
-    """Write documents.bin/.idx, rows.npy, int64 [documents, 2]: number of the file, number of the row, and
-    counts.npy, int64 [2]: of rows that took a template, and of rows with a special token in a text.
+    """Write documents.bin/.idx and rows.npy, int64 [documents, 2]: the numbers of the file and of the row.
 
-    Write also BAD: how many rows are left out, and the first of them.
+    Also write counts.npy, int64 [2]: the rows that used a template, and the rows with a special token in a text; and
+    BAD: how many rows are left out, and the first of them.
     """
     rows, counts, first, bad = [], Counter[str](), list[Defect](), 0
     with IndexedWriter(folder / "documents", best_dtype(tokenizer.vocab_size)) as writer:
@@ -302,7 +301,7 @@ def _tokenize(folder: Path, paths: list[str], tokenizer: Tokenizer, readers: Rea
             for number, row in readers.rows(path):
                 try:
                     parts = encode_row(row, tokenizer, special, counts)
-                except UnusableTemplate as error:  # perhaps no row's fault: the cache must not keep it as one
+                except UnusableTemplate as error:  # perhaps not the row's fault: the cache must not keep it
                     raise UnusableTemplate(f"{path}: row {number}: {error}") from error
                 except ValueError as error:
                     bad += 1

@@ -24,7 +24,7 @@ class UnusableTemplate(ValueError):
 class Chat(Protocol):
     """A tokenizer's chat template: minitron/interop/chat.py. fingerprint: 16 hex digits.
 
-    encode: a chat to context and answer in turn; special: a special token in a text is one.
+    encode: a chat to context and answer in turn; special: text that spells a special token is encoded as that token.
     """
 
     fingerprint: str
@@ -61,8 +61,8 @@ def refuse(what: str, **_: object) -> Any:
 class Readers(NamedTuple):
     """How commands read files of other projects: by minitron/interop, which this code does not import.
 
-    tokenizer(spec, cache=...): opens data.tokenizer; the cache keeps what had to be tried.
-    rows(path): yields of a file for sft the number of each row, and the row, or a ValueError with what is wrong.
+    tokenizer(spec, cache=...): opens data.tokenizer; the cache keeps the result of a trial.
+    rows(path): yields (number, row) of a file for sft. A row that cannot be used is a ValueError that describes why.
     """
 
     tokenizer: Callable[..., Tokenizer] = refuse
@@ -70,7 +70,10 @@ class Readers(NamedTuple):
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model, given as its file's bytes; the end of document is </s>. space_first: before every text."""
+    """A SentencePiece model, given as its file's bytes. The end of document is </s>.
+
+    space_first: whether encoding puts a space before every text.
+    """
 
     chat: Chat | None = None
 

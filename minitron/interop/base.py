@@ -4,8 +4,8 @@
 
 Problem: the weights have a description beside them, and a command line that repeats it may contradict it. The idea: the
 description is read like a configuration file, below those of the user, so a key that the user gives wins. Then one
-error lists all such keys that are of another model. What belongs to a run (OWN) is not taken.
-Each rank does so before ranks meet. It opens config.json, or reads the head of index.json without its tensors, which
+error lists all such keys that are of another model. Keys that belong to a run (OWN) are not copied. Each rank fills its
+configuration before the rendezvous. It opens config.json, or reads the head of index.json without its tensors, which
 may be megabytes. Rank 0 checks the whole index later. torch is loaded only if there is a base.
 """
 
@@ -22,13 +22,13 @@ from minitron.config import cli
 from minitron.config.files import errors_as, parse_json
 from minitron.config.schema import Config
 
-HEAD_BYTES = 1 << 20  # of an index, before its tensors
+HEAD_BYTES = 1 << 20  # the part of an index before its tensors
 MISSING = "of the base"  # no tokenizer has this name
 OWN = ("init_std", "hidden_dropout", "attention_dropout", "attention", "head_piece")
 
 
 class Described(NamedTuple):
-    """What is written beside weights. The attributes are those of `Weights`."""
+    """The description beside weights. The attributes are those of `Weights`."""
 
     path: Path
     index: Path
@@ -52,7 +52,7 @@ def load(argv: list[str], first: Sequence[cli.Tree] = ()) -> Config:
     key, why = f"finetune.base={cfg.finetune.base}", "holds no weights here"
     try:
         base = describe(cfg.finetune.base)
-    except ImportError as error:  # of a checker on a machine without torch
+    except ImportError as error:  # a checker on a machine without torch
         base, why = None, f"cannot be read here ({error})"
     if base is None:
         if read(({"model": {"num_layers": 9999}}, "")).model.num_layers == 9999:
@@ -76,7 +76,7 @@ def load(argv: list[str], first: Sequence[cli.Tree] = ()) -> Config:
 
 
 def describe(path: str) -> Described | None:
-    """Read what is beside the weights in a folder; None if it holds none. Raises CheckpointError."""
+    """Read the description beside the weights in a folder; None if it holds no weights. Raises CheckpointError."""
     from minitron.checkpoint.directory import newest
     from minitron.checkpoint.format import INDEX, disk_errors
     from minitron.interop.hf import _json, model_config
@@ -99,7 +99,7 @@ def _head(index: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
     with disk_errors(index), open(index, "rb") as file:
         head, tensors, _ = file.read(HEAD_BYTES).partition(b', "tensors": ')
-    damaged = lambda error: f"{index} is damaged, or no index of minitron: {error}"
+    damaged = lambda error: f"{index} is damaged, or not an index of minitron: {error}"
     with errors_as(CheckpointError, damaged, ValueError, KeyError, TypeError):
         found = parse_json(head + b"}") if tensors else read_index(index)
         return dict(found["config"]), dict(found["state"])

@@ -5,10 +5,10 @@ assistant's text. A token counts in the loss if its text overlaps such a span:
 
     text      <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
     span                                                             ^^^^^^^^^^^^^^^^^
-    parts     context, answer                  and so on in turn, as data/sft.py has them
+    parts     context, answer                  and so on in turn, see data/sft.py
 
 A user may write "<|im_end|>", which must not end his message. So MARK, a character that no text may have, is put inside
-such a text before the template is rendered. The text is then no special token, and the tokens of MARK are dropped.
+such a text before the template is rendered. The text is then not a special token, and the tokens of MARK are dropped.
 """
 
 import re
@@ -21,11 +21,15 @@ from minitron.data.tokenizers import Tokenizer
 from minitron.interop.chat_template import ChatTemplate
 
 MARK = "\ufdd0"
-RESERVED = re.compile("[\ufdd0-\ufdd3]")  # noncharacters of Unicode; other files put the others into texts
+# Noncharacters of Unicode: MARK, then BEGIN and END of chat_template.py, and PIN of chat_spans.py.
+RESERVED = re.compile("[\ufdd0-\ufdd3]")
 
 
 class Chats:
-    """Encodes chats by the template of a tokenizer, complete but for this. fingerprint: of the template."""
+    """Encodes chats by the template of a tokenizer. fingerprint: the template's.
+
+    tokenizer: constructed except for its `chat`, which is this object.
+    """
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer):
         self.template, self.tokenizer = template, tokenizer
@@ -34,7 +38,7 @@ class Chats:
         self._special = re.compile("|".join(texts) or "(?!)")
 
     def encode(self, chat: Mapping[str, Any], special: bool = False) -> list[list[int]]:
-        """Encode a chat to context and answer in turn. special: a special token in a text is one.
+        """Encode a chat to context and answer in turn. special: text that spells a special token becomes that token.
 
         chat: messages, tools, and `chat_template_kwargs`, which are variables of the template. With
         add_generation_prompt (true or false) all of it is context, and true adds the beginning of an answer.

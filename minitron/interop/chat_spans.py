@@ -20,8 +20,8 @@ from functools import cached_property
 from itertools import accumulate
 
 PIN = "\ufdd3"
-PINS = re.compile(f"{PIN}(\\d+) (.*?){PIN}")  # number of the message, what of it
-REASONING = "reasoning_content", "thinking", "reasoning"  # names of one thing; templates read the first two
+PINS = re.compile(f"{PIN}(\\d+) (.*?){PIN}")  # the number of the message, and its part
+REASONING = "reasoning_content", "thinking", "reasoning"  # three names of a thought; templates read the first two
 BLOCKS = "put {% generation %} and {% endgeneration %} around the assistant's text in chat_template.jinja"
 
 Pin = tuple[int, str]
@@ -30,8 +30,8 @@ Pin = tuple[int, str]
 class Pins:
     """A chat with pins, and their places in `whole`, its text.
 
-    text_of: renders messages, with a generation prompt or not.  ending: what may follow the last message, as eos_token.
-    Raises ValueError if the text lacks what a message says, and would lack it if the message were the last one, too.
+    text_of: renders messages, with a generation prompt or not. ending: may follow the last message, as eos_token.
+    Raises ValueError if the text lacks a part of a message, and would lack it even if the message were the last one.
     """
 
     def __init__(self, text_of: Callable[[list[dict], bool], str], messages: list[dict], whole: str, ending: str):
@@ -69,7 +69,7 @@ class Pins:
         return spans
 
     def _begin(self, i: int, before: int | None) -> int | None:
-        """Return where answer i begins in the whole.  before: the answer before it."""
+        """Return where answer i begins in the whole. before: the answer before it."""
         places = (found for j in reversed(range(i)) for found in reversed(self._of[j]) if found < self._of[i][0])
         place, pin = next(places, (0, None))
         asked = self._first + self._pinned[i if before is None else before : i]
@@ -118,7 +118,7 @@ class Pins:
 
 
 def _pin(i: int, message: dict, needed: list[Pin]) -> dict:
-    """Return message i with pins.  needed: gets those that the text must have.
+    """Return message i with pins. needed: gets those that the text must have.
 
     An answer's pins are behind its texts, since a template may drop a thought before them. Others are in the middle,
     since a template may read how a question begins and ends.
@@ -146,5 +146,5 @@ def _pin(i: int, message: dict, needed: list[Pin]) -> dict:
         try:
             pinned["tool_calls"] = [pin_call(call, f"tool call {n}") for n, call in enumerate(calls, 1)]
         except (TypeError, KeyError):
-            raise ValueError(f"the tool_calls of message {i + 1} are no list of objects with a name") from None
+            raise ValueError(f"the tool_calls of message {i + 1} are not a list of objects with a name") from None
     return pinned

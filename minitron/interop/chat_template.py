@@ -1,4 +1,4 @@
-"""Render the chat template of a Hugging Face folder, in a process of its own: it is a program that a stranger wrote.
+"""Render the chat template of a Hugging Face folder in a separate process: it is a program that a stranger wrote.
 
     chat_template.jinja, or chat_template in tokenizer_config.json      one template, or several with names
     additional_chat_templates/tool_use.jinja                            for chats with tools
@@ -7,10 +7,10 @@ The process has limits of CPU time for each chat, of memory and of text. It writ
 templates from Python's attributes. One process renders all chats: it reads a chat and writes a text, one line each.
 
 The text equals that of transformers, except for dates. The assistant's spans are those of {% generation %} blocks.
-Without such blocks chat_spans.py finds them. A template that leaves out tools, or what a message says, is refused.
+Without such blocks chat_spans.py finds them. A template that leaves out tools, or the text of a message, is refused.
 
-strftime_now is always the time DATE, so that a cache of tokens is the same on each day; a template that reads a
-variable for it takes that of `chat_template_kwargs`.  Left out: images and other media.
+strftime_now is always the time DATE, so that a cache of tokens is the same on each day. A template that reads the date
+from a variable gets it from `chat_template_kwargs`. Left out: images and other media.
 """
 
 import hashlib
@@ -33,8 +33,8 @@ from minitron.interop.chat_spans import REASONING, Pins
 
 SECONDS, MEMORY_BYTES, CHARACTERS = 10.0, 1 << 30, 32 << 20
 TEMPLATE_BYTES, TRIALS = 1 << 20, 3
-DATE = datetime(2024, 7, 26)  # what templates of Llama 3.2 write where there is no clock
-BEGIN, END = "\ufdd1", "\ufdd2"  # of a generation block
+DATE = datetime(2024, 7, 26)  # the templates of Llama 3.2 write it if there is no clock
+BEGIN, END = "\ufdd1", "\ufdd2"  # the ends of a generation block
 CHILD = """import json, sys
 sys.path[:], *limits = json.loads(sys.argv[1])
 from minitron.interop.chat_template import serve
@@ -42,7 +42,7 @@ serve(*limits)"""
 
 
 def find_templates(folder: Path, settings: dict) -> dict[str, str]:
-    """Read a folder's templates by their names: `default` is the usual one. settings: of tokenizer_config.json."""
+    """Read a folder's templates by their names: `default` is the usual one. settings: those of `hf_settings`."""
     named = settings.get("chat_template", [])
     if isinstance(named, str):
         named = [{"name": "default", "template": named}]
@@ -55,8 +55,10 @@ def find_templates(folder: Path, settings: dict) -> dict[str, str]:
 
 
 class ChatTemplate:
-    """The templates of a tokenizer, by name.  tokens: what they write, as bos_token.  encode: of a text with special
-    tokens, by the library tokenizers.  name: of the folder.
+    """The templates of a tokenizer, by name.
+
+    tokens: variables such as bos_token. encode: encodes a text with special tokens, by the library tokenizers. name:
+    the folder, for errors.
     """
 
     def __init__(self, templates: dict[str, str], tokens: dict[str, str], encode: Callable, name: str):
@@ -67,7 +69,7 @@ class ChatTemplate:
     def encode(self, chat):
         """Return the text of a chat, the assistant's spans in it, its ids and their places in the text.
 
-        chat: as Chats.encode in chat.py has it.
+        chat: see Chats.encode in chat.py.
         Raises ValueError for a chat that the template refuses, and for a template that exceeds its limits.
         """
         process = self._process = self._process or self._start()
@@ -88,7 +90,7 @@ class ChatTemplate:
             )
         text, found = json.loads(answer)
         if text is None:
-            raise ValueError(f"cannot be written by the chat template of {self._name}: {found}; correct either")
+            raise ValueError(f"cannot be written by the chat template of {self._name}: {found}; correct one of them")
         encoded = self._encode(text)
         return text, found, encoded.ids, encoded.offsets
 
@@ -120,12 +122,12 @@ class ChatTemplate:
 
 
 def serve(seconds: float, memory: int, characters: int) -> None:
-    """Answer each chat on stdin by its text and the assistant's spans, or by null and what is wrong."""
+    """For each chat on stdin, print its text and the assistant's spans, or null and what is wrong."""
     (templates, tokens), compile_template, compiled = json.loads(sys.stdin.readline()), _sandbox(), {}
     for limit, most in (resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_AS, memory):
         resource.setrlimit(limit, (most, most))
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # of CPU, so that a busy machine fails no chat
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # CPU time, so that no chat fails on a busy machine
         try:
             chat = json.loads(line)
             name = "tool_use" if "tools" in chat and "tool_use" in templates else "default"
@@ -157,13 +159,13 @@ def _render(template, in_blocks: bool, chat: dict, tokens: dict) -> tuple[str, l
         for thought in [message[key] for key in REASONING if key in message][:1]:
             messages[i] = {"thinking": thought} | message | {"reasoning_content": thought}
     whole = text_of(messages, chat.get("add_generation_prompt", False))
-    pieces = re.split(f"{BEGIN}(.*?){END}", whole, flags=re.DOTALL)  # an answer is each second
+    pieces = re.split(f"{BEGIN}(.*?){END}", whole, flags=re.DOTALL)  # every second piece is an answer
     ends = list(accumulate(map(len, pieces)))
     spans = list(zip(ends[::2], ends[1::2]))
     if "add_generation_prompt" in chat:
         return "".join(pieces), []
     without_tools = None
-    with suppress(Exception):  # a template that raises has read the difference
+    with suppress(Exception):  # a template that raises without tools does read them
         without_tools = text_of(messages, tools=None) if "tools" in chat else None
     if without_tools == whole:
         raise ValueError("it leaves out the tools")
@@ -172,7 +174,7 @@ def _render(template, in_blocks: bool, chat: dict, tokens: dict) -> tuple[str, l
 
 
 def _sandbox() -> Callable[[str], object]:
-    """Return the function that compiles a template, in an environment that has what transformers' has."""
+    """Return the function that compiles a template, in an environment like that of transformers."""
     from jinja2 import TemplateError, ext, nodes, sandbox
 
     class Generation(ext.Extension):

@@ -1,4 +1,4 @@
-"""Hugging Face weights to a minitron checkpoint, and back: Llama 2, 3, 3.1 and GPT-2, one tensor in memory at a time.
+"""Hugging Face weights to a minitron checkpoint, and back: Llama, Mistral, Qwen and GPT-2, one tensor at a time.
 
     python tools/convert_hf.py import Llama-3.1-8B checkpoints/llama31
     python -m minitron.pretrain checkpoints/llama31/model.yaml checkpoint.load=checkpoints/llama31 data.source=...
@@ -6,14 +6,14 @@
     python tools/convert_hf.py export checkpoints/lora7 Llama-3.1-8B-lora --adapter
 
 Import writes a weights-only checkpoint in the number format of the source, and beside it model.yaml, the model section
-of a configuration that trains it.  Export reads any checkpoint, in whatever layout it was saved, and writes config.json
+of a configuration that trains it. Export reads any checkpoint, saved in any layout, and writes config.json
 and safetensors that transformers' from_pretrained loads; a LoRA checkpoint's adapters are merged into the weights that
-they were trained beside. With --adapter they are written alone, as PEFT's PeftModel.from_pretrained loads them.  All
+they were trained beside. With --adapter they are written alone, as PEFT's PeftModel.from_pretrained loads them. All
 write under a temporary name first: an error or Ctrl-C leaves nothing.
 
 Tokenizers go along: an import keeps the source's files, an export writes those, or the run's own (hf_tokenizer.py).
 
-Left out: the source's dropout, a choice of each run; an import says what it was, an export names the run's.
+Left out: the source's dropout, a choice of each run; an import prints it, an export writes the run's.
 """
 
 import argparse
@@ -54,15 +54,15 @@ def main(argv: list[str]) -> None:
     add("source", metavar="CHECKPOINT_DIR", help="the newest in it, or one step_... folder")
     add("target", type=new_path, metavar="HF_FOLDER", help="new")
     add("--max-shard-gb", type=positive(float), default=5.0, metavar="GB", help="size of a file (%(default)s)")
-    add("--base", metavar="FOLDER", help="of LoRA: where the frozen weights are now")
-    add("--adapter", action="store_true", help="of LoRA: the adapters alone, in PEFT's format")
+    add("--base", metavar="FOLDER", help="LoRA: where the frozen weights are now")
+    add("--adapter", action="store_true", help="LoRA: write only the adapters, in PEFT's format")
     add(
         "--hf-base",
         metavar="HF_FOLDER",
-        help="of --adapter: where PEFT finds the base (the base, if it is such a folder)",
+        help="with --adapter: where PEFT finds the base (default: the base, if it is such a folder)",
     )
-    add("--tokenizer", metavar="SPEC", help="as data.tokenizer (that of the weights' source, or the run's)")
-    add("--dtype", choices=DTYPES, help="number format of the weights (those of training, or of the import)")
+    add("--tokenizer", metavar="SPEC", help="as data.tokenizer (default: that of the weights' source, or the run's)")
+    add("--dtype", choices=DTYPES, help="number format of the weights (default: that of training, or of the import)")
     options = parser.parse_args(argv)
     if options.command == "import":
         reader = hf.FolderReader(options.source, options.vocab_multiple)
@@ -107,7 +107,7 @@ def export_folder(
 
 
 def export_adapter(source: str, target: str, dtype: str | None, base: str | None, hf_base: str | None) -> None:
-    """Write adapter_config.json and adapter_model.safetensors to `target`. Raises ValueError for what is no adapter."""
+    """Write adapter_config.json and adapter_model.safetensors to `target`. Raises ValueError without an adapter."""
     reader = open_weights(source, base=base)
     if not isinstance(reader, MergedAdapter):
         raise ValueError(f"{source} holds no adapter; leave --adapter out, or name a checkpoint of finetune.kind=lora")
@@ -116,7 +116,7 @@ def export_adapter(source: str, target: str, dtype: str | None, base: str | None
     dtype = dtype or reader.cfg.precision.dtype
     with new_folder(target) as folder:
         tensors = {name: tensor.to(DTYPES[dtype]).clone() for name, tensor in tensors}
-        whole = save(tensors, metadata={"format": "pt"})  # save_file would let nobody else read it
+        whole = save(tensors, metadata={"format": "pt"})  # with save_file no other user could read it
         (folder / "adapter_model.safetensors").write_bytes(whole)
         write_json(folder / "adapter_config.json", settings)
     print(

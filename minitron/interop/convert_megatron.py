@@ -4,7 +4,7 @@
     python -m minitron.pretrain checkpoints/mine/model.yaml checkpoint.load=checkpoints/mine data.source=...
     python tools/convert_megatron.py import nemo/weights checkpoints/mine model.num_heads=32 model.num_kv_heads=8
 
-The source is a folder iter_0001000, or the one above it, then its newest. The tensors determine the sizes. Heads,
+The source is a folder iter_0001000, or the folder above, whose newest is read. The tensors determine the sizes. Heads,
 rotary base and epsilon are in the arguments that Megatron-LM saves. A checkpoint of Megatron-core alone has no
 arguments: give keys of `model` or a YAML file after the two folders. They win over arguments, too.
 
@@ -38,7 +38,7 @@ from minitron.kernels.gemm import DTYPES
 
 LAYERS = "decoder.layers."
 NOT_WEIGHTS = ("optimizer", "chained_", "rng_state", "rerun_state_machine")
-# minitron's name within a block -> Megatron's, with Transformer Engine's fused norms or with norms of their own.
+# minitron's name within a block -> Megatron's, with Transformer Engine's fused norms or with separate norms.
 MODULES = {
     "norm1": ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     "attention.qkv": ("self_attention.linear_qkv.",),
@@ -67,9 +67,9 @@ def main(argv: list[str]) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     importer = commands.add_parser("import", help="MEGATRON_FOLDER CHECKPOINT_DIR [KEYS]: Megatron to minitron")
     add_arguments(importer, "MEGATRON_FOLDER", "with .metadata, or the one above it")
-    words = "of `model`, as minitron.pretrain takes them"
+    words = "keys of `model`, as on the command line of minitron.pretrain"
     importer.add_argument("keys", nargs="*", metavar="KEY=VALUE|FILE", help=words)
-    words = "unknown arguments of the checkpoint that, as you know, do not change the network"
+    words = "unknown arguments of the checkpoint that do not change the network"
     importer.add_argument("--accept", default="", metavar="NAME,NAME", help=words)
     options = parser.parse_args(argv)
     source = open_megatron(Path(options.source).expanduser(), options.keys, set(options.accept.split(",")))
@@ -79,7 +79,7 @@ def main(argv: list[str]) -> None:
 def open_megatron(folder: Path, keys: list[str], accepted: set[str]) -> Source:
     """Open a checkpoint of Megatron's, or the newest in a folder. Raises ValueError.
 
-    keys: of `model`, as a command line has them. accepted: unknown arguments that do not change the network.
+    keys: keys of `model`, as on a command line. accepted: unknown arguments that do not change the network.
     """
     reader = Reader(find(folder))
     weights = {name for name in reader.names() if not name.startswith(NOT_WEIGHTS)}
@@ -91,12 +91,12 @@ def open_megatron(folder: Path, keys: list[str], accepted: set[str]) -> Source:
         raise ValueError(f"{reader.path} {why}; only dense GPT and Llama models can be converted")
     found = reduce(torch.promote_types, (reader.dtype(place) for place, _ in places.values()))
     if found not in NAMES:
-        raise ValueError(f"{reader.path} holds weights in {found}, none of {', '.join(DTYPES)}; convert them first")
+        raise ValueError(f"{reader.path} holds weights in {found}, not in {', '.join(DTYPES)}; convert them first")
     notes = ["bias_gelu_fusion was off, so its GELU was the exact one; minitron's is the tanh form, 1e-4 away"] * erf
     if (left := len(reader.names()) - len(weights)) or reader.others:
         notes.append(f"left out: {left} tensors of the optimizer, {len(reader.others)} objects")
 
-    @lru_cache(1)  # rows are in another order, so a block needs the whole tensor
+    @lru_cache(1)  # the order of rows differs, so a block needs the whole tensor
     def whole(name: str) -> Tensor:
         place, row = places[name]
         return arranged(reader.read(place, row), name, shapes[name], model, f"{reader.path}: {place}")
@@ -113,7 +113,7 @@ def find(source: Path) -> Path:
     if latest.is_file():
         text = latest.read_text(errors="replace").strip()
         if not re.fullmatch("[0-9]{1,9}|release", text):
-            raise ValueError(f"{latest} has {short(text)!r}, no iteration; name one of the folders beside it")
+            raise ValueError(f"{latest} has {short(text)!r}, not an iteration; name one of the folders beside it")
         source /= text if text == "release" else f"iter_{int(text):07d}"
     if not source.is_dir():
         raise ValueError(f"{source}: there is no such folder; name a checkpoint of Megatron's")
@@ -132,7 +132,7 @@ def find(source: Path) -> Path:
 def model_of(reader: Reader, weights: set[str], keys: list[str], accepted: set[str]) -> tuple[ModelConfig, bool]:
     """Read the model from tensors, arguments and keys; the later one wins. Raises ValueError.
 
-    The second value: whether its GELU was computed by erf, as Megatron does without its fused kernel.
+    Also return whether its GELU was computed by erf, as Megatron does without its fused kernel.
     """
     try:
         args, why = reader.common(), ""
@@ -143,13 +143,13 @@ def model_of(reader: Reader, weights: set[str], keys: list[str], accepted: set[s
     if words not in weights or not {stacked, single} & weights:
         missing = words if words not in weights else stacked
         some = ", ".join(sorted(reader.names())[:3])
-        raise ValueError(f"{reader.path} has no {missing}, so it is no dense GPT of Megatron's (it has {some} ...)")
+        raise ValueError(f"{reader.path} has no {missing}, so it is not a dense GPT of Megatron's (it has {some} ...)")
     layers = reader.shape(stacked)[0] if stacked in weights else sum(name.endswith(fc2) for name in weights)
     rows, hidden = reader.shape(words)
     gpt = REST["head.norm.bias"] in weights
     vocab = args.get("vocab_size")
     if vocab is not None and not (type(vocab) is int and 0 < vocab <= rows):
-        why = f"its argument vocab_size={short(repr(vocab))} is no number of the {rows} rows of {words}"
+        why = f"its argument vocab_size={short(repr(vocab))} does not fit the {rows} rows of {words}"
         raise ValueError(f"{reader.path}: {why}; copy the files of one checkpoint")
     model = {
         "family": "gpt" if gpt else "llama",
@@ -172,13 +172,13 @@ def model_of(reader: Reader, weights: set[str], keys: list[str], accepted: set[s
         numbers = {key: args[name] for key, name in given.items() if args.get(name) is not None}
         for key, value in numbers.items():
             if not isinstance(value, int | float):
-                why = f"its argument {given[key]}={short(repr(value))} is no number"
+                why = f"its argument {given[key]}={short(repr(value))} is not a number"
                 raise ValueError(f"{reader.path}: {why}; copy the files of one checkpoint")
         model |= {"num_kv_heads": None} | numbers
         if args.get("use_rope_scaling"):
             model["rope_scaling"] = {"factor": numbers.get("rope_scaling", 8.0)}
     elif not any("num_heads" in key or "=" not in key for key in keys):
-        fix = "say model.num_heads=N, and as far as they differ from the defaults model.num_kv_heads, model.rope_theta"
+        fix = "give model.num_heads=N, and if they differ from the defaults model.num_kv_heads, model.rope_theta"
         raise ValueError(f"{reader.path} has no arguments of a run{why}; {fix}, model.norm_eps, model.max_positions")
     elif why:
         print(f"note: the keys alone describe the model, since the run's arguments cannot be read{printable(why)}")
@@ -190,7 +190,7 @@ def model_of(reader: Reader, weights: set[str], keys: list[str], accepted: set[s
 
 
 def fitting(model: dict, args: dict) -> dict[str, list]:
-    """Return the arguments that must fit the tensors -> the values that do."""
+    """Map the arguments that must fit the tensors to the values that do."""
     heads = args.get("num_attention_heads")
     width = model["hidden_size"] // heads if isinstance(heads, int) and heads > 0 else None
     sizes = {name: model[name] for name in ("num_layers", "hidden_size", "ffn_hidden_size")}
@@ -205,7 +205,7 @@ def check_arguments(reader: Reader, args: dict, fixed: dict[str, list], accepted
     for name, value in args.items():
         shown = " ".join(f"{name}={value!r}".split())[:200]
         if name in fixed and value not in fixed[name]:
-            raise ValueError(f"{reader.path}: its argument {shown} is nothing that minitron computes")
+            raise ValueError(f"{reader.path}: its argument {shown} is not supported by minitron")
         off = value is None or value is False or value in ("", [], (), {})
         if name not in known and not off and name not in accepted:
             unknown.append((" ".join(f"{name}".split()), shown))

@@ -7,8 +7,9 @@ its own: `tools/convert_hf.py export runs/a/step_00000100 runs/a/step_00000100-h
     save 100 | save 200 | save 300 ...          rank 0 starts it once a save is there, and does not wait for it
              |- export 100 -----|               save 200 is not exported: export 100 is still running
 
-The run waits for it only at its end, unless a signal ended the run. A failed export costs a line in the log. A save
-that is deleted (checkpoint.keep) while it is exported is such a failure. Folders of exports are never deleted.
+The run waits for it only at its end, unless a signal ended the run. A failed export is logged, and training continues.
+An export fails, for example, if its save is deleted in the meantime (checkpoint.keep). Folders of exports are never
+deleted.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Exporter:
         self.target, self.saves = Path(), 0
 
     def due(self, step: int) -> bool:
-        """Tell whether the save after this step is to have an export."""
+        """Tell whether the save after this step is exported."""
         c = self.cfg.checkpoint
         if c.every == "auto":
             return step == self.cfg.train.steps or self.saves % c.export_every == 0
@@ -57,7 +58,7 @@ class Exporter:
         self.wait()
         self.target, words = target, [sys.executable, TOOL, "export", checkpoint, target]
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-        try:  # in a session of its own: a Ctrl-C is for the run, which passes on what it decides
+        try:  # in a separate session: Ctrl-C signals the run only, and the run ends the export
             self.running = subprocess.Popen(words, **pipes, start_new_session=True, text=True)
         except OSError as error:
             self.log.warn(f"export of step {step} cannot be started, training goes on: {error}")
@@ -74,11 +75,11 @@ class Exporter:
             self.log.warn(f"export to {self.target} failed, training goes on: {said[-1] if said else 'it was killed'}")
 
     def close(self, stopped: int) -> None:
-        """Wait for the last export; after a signal end it, which leaves nothing of it."""
+        """Wait for the last export; after a signal end it and delete its folder."""
         if stopped and self.running is not None and self.running.poll() is None:
             self.running.kill()  # gentler signals may be blocked here, which a child inherits
             self.running.communicate()
             shutil.rmtree(self.target.with_name(f"{self.target.name}.partial-{self.running.pid}"), ignore_errors=True)
-            self.log.info(f"no {self.target}: the run was stopped before it was written")
+            self.log.info(f"{self.target} is not exported: the run was stopped first")
             self.running = None
         self.wait()

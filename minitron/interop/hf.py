@@ -9,12 +9,12 @@ lists for each tensor of minitron the Hugging Face tensors whose rows it stacks.
     blocks.0.mlp.up.weight             gate_proj [f, h] over up_proj [f, h]       h.0.mlp.c_fc [h, f], transposed
 
 Mistral (v0.3, without a window) is the network of Llama. Qwen 2.5 adds a bias of q, k and v; Qwen 3 instead norms q and
-k. No model is taken for another: each key of config.json is computed, known to be harmless, or refused by its name.
+k. Each key of config.json must be used here or be known to be harmless. Any other key is an error that names it.
 
 Rows of q and k keep their order: minitron's rotary positions too pair channel i of a head with channel i + d/2.
 
-The vocabulary is padded. No loss sees the padding rows, and export drops them. They are the mean row: a run that raises
-model.vocab_size turns some into tokens. All logits of GPT-2 lie far below zero, so a row of zeros would take nearly the
+The vocabulary is padded. No loss uses the padding rows, and export drops them. They are the mean row: a run that raises
+model.vocab_size turns some into tokens. All logits of GPT-2 are far below zero, so a row of zeros would take nearly the
 whole softmax; the logit of the mean row is the mean logit.
 
 `FolderReader` has the read interface of checkpoint/reader.py and reads only the box that is asked for, so a model is
@@ -46,8 +46,8 @@ from minitron.config.files import errors_as, read_json, size_of
 from minitron.config.schema import ModelConfig
 
 STORED_DTYPES = {code: dtype for dtype, code in STORED.items()}
-BLOCK_ROWS = 1024  # of a vocabulary, read at a time
-HEADS = {"score.weight", "classifier.weight", "qa_outputs.weight"}  # of models that classify texts or tokens
+BLOCK_ROWS = 1024  # rows of a vocabulary that are read at a time
+HEADS = {"score.weight", "classifier.weight", "qa_outputs.weight"}  # heads of models that classify texts or tokens
 
 
 class Format(NamedTuple):
@@ -55,14 +55,14 @@ class Format(NamedTuple):
 
     family: str  # minitron's
     architecture: str  # transformers' class
-    prefix: str  # of every tensor but the head; files of the bare model lack it
+    prefix: str  # every tensor has it but the head; files of the bare model lack it
     keys: dict[str, str]  # field of ModelConfig -> its key
     absent: dict[str, object]  # keys that may be missing -> transformers' value then
     own: dict[str, object]  # fields of ModelConfig that no key sets
     fixed: dict[str, object]  # keys that change the network -> what minitron computes, and transformers' default
-    allowed: dict[str, list]  # others of these, which export does not write -> all that minitron computes
-    known: list[str]  # keys that are read elsewhere, or are without effect beside `fixed`
-    buffers: str  # tensors that old versions saved and none reads
+    allowed: dict[str, list]  # other such keys, which export does not write -> all values that minitron computes
+    known: list[str]  # keys that are read elsewhere, or have no effect beside `fixed`
+    buffers: str  # tensors that some versions save and none reads
 
 
 HERE = Path(__file__).parent
@@ -70,7 +70,7 @@ FORMATS = {kind: Format(**fields) for kind, fields in yaml.safe_load((HERE / "hf
 ROPE_SCALING = {name: name for name in ("factor", "low_freq_factor", "high_freq_factor")}
 ROPE_SCALING["original_max_positions"] = "original_max_position_embeddings"
 ROPE = {"rope_theta", "rope_type", "type", "partial_rotary_factor", *ROPE_SCALING.values()}
-# Keys that leave the network as it is, of every version of transformers: each other one is computed, None, or refused.
+# Keys that leave the network as it is, of every version of transformers. Any other key is used, None, or an error.
 HARMLESS = set((HERE / "config_keys.txt").read_text().split())
 
 
@@ -80,7 +80,7 @@ HARMLESS = set((HERE / "config_keys.txt").read_text().split())
 def model_config(settings: dict, origin: str, vocab_multiple: int = ModelConfig.vocab_multiple) -> ModelConfig:
     """Read the model out of a config.json. Raises ValueError, in a line that begins with `origin`.
 
-    transformers 5 writes `rope_parameters`, older versions wrote `rope_theta` and `rope_scaling`.
+    transformers 5 writes `rope_parameters`, transformers 4 `rope_theta` and `rope_scaling`.
     """
     kind = settings.get("model_type")
     if str(kind) not in FORMATS:
@@ -93,7 +93,7 @@ def model_config(settings: dict, origin: str, vocab_multiple: int = ModelConfig.
     if fmt.family == "llama":
         rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
         if not isinstance(rope, dict):
-            raise CheckpointError(f"{origin}: the rotary parameters {rope!r} are no JSON object; copy it again")
+            raise CheckpointError(f"{origin}: the rotary parameters {rope!r} are not a JSON object; copy it again")
         strange = {key: value for key, value in rope.items() if key not in ROPE}
         rope = {"rope_theta": 10000.0, "rope_type": rope.get("type", "default")} | settings | rope
         settings = settings | {key: rope.get(key) for key in ("rope_type", "partial_rotary_factor")} | strange
@@ -103,7 +103,7 @@ def model_config(settings: dict, origin: str, vocab_multiple: int = ModelConfig.
         model |= {"positions": "learned", "num_kv_heads": None}
         if model["ffn_hidden_size"] is None and isinstance(model["hidden_size"], int):
             model["ffn_hidden_size"] = 4 * model["hidden_size"]
-    cfg = cli.from_tree({"model": model, "train": {"seq_len": 1}}, origin)  # of a length that any model takes
+    cfg = cli.from_tree({"model": model, "train": {"seq_len": 1}}, origin)  # any model takes this length
     with errors_as(CheckpointError, lambda error: f"{origin}: {error}", ValueError):
         rules.check(cfg, world=1)
     m = cfg.model
@@ -207,8 +207,8 @@ def global_shapes(m: ModelConfig) -> dict[str, tuple[int, ...]]:
 class FolderReader(Weights):
     """A Hugging Face folder with the read interface of `reader.Reader`; every tensor has the one kind "param".
 
-    Attributes: model, and those of `Weights`: path, index (config.json), config, which holds the model as a
-    checkpoint's has it, and note, on a dropout of the source. The files have no checksums.
+    Attributes: model, and those of `Weights`: path, index (config.json), config, which holds the model as in a
+    checkpoint, and note, on a dropout of the source. The files have no checksums.
     Opening it reads config.json and the headers of all files, and checks that the tensors are those of the model.
     Raises CheckpointError in one line that names the file or the tensor.
     """
@@ -219,7 +219,7 @@ class FolderReader(Weights):
         settings = _json(self.index)
         self.model = model_config(settings, str(self.index), vocab_multiple)
         if dropout := " ".join(f"model.{key}={rate:g}" for key, rate in dropout_of(settings).items()):
-            why = f"{self.index} has dropout, which belongs to a run and is not taken over"
+            why = f"{self.index} has dropout, which belongs to a run and is not copied"
             self.note = f"{why}; to train with it: {dropout}"
         self._map, self._shapes, self._means = tensor_map(self.model), global_shapes(self.model), {}
         fmt = FORMATS[settings["model_type"]]
@@ -249,7 +249,7 @@ class FolderReader(Weights):
 
     @property
     def precision(self) -> str:
-        """The name in precision.DTYPES of the one that holds all tensors exactly."""
+        """The name of the dtype (in format.NAMES) that holds all tensors exactly."""
         return NAMES[reduce(torch.promote_types, (self.dtype(name, "param") for name in self.names()))]
 
     def read(self, name: str, kind: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
@@ -292,7 +292,7 @@ class FolderReader(Weights):
         parts = {part.name: part for stack in self._map.values() for part in stack}
         bare = {name.removeprefix(fmt.prefix): name for name in self._places}
         for name in HEADS & bare.keys():
-            why = f"{name} makes it a model that predicts labels and no next token"
+            why = f"{name} makes it a model that predicts labels, not the next token"
             raise CheckpointError(f"{self._places[bare[name]].path}: {why}; convert a {fmt.architecture}")
         for name, part in parts.items():
             place = self._places.get(name)
@@ -302,7 +302,7 @@ class FolderReader(Weights):
                 why = f"{name} has shape {place.shape}, config.json's model {part.stored}"
                 raise CheckpointError(f"{place.path}: {why}; copy the files of one model")
             if place.dtype not in STORED_DTYPES:
-                why = f"{name} is {place.dtype}, none of {', '.join(STORED_DTYPES)}"
+                why = f"{name} is {place.dtype}, not one of {', '.join(STORED_DTYPES)}"
                 raise CheckpointError(f"{place.path}: {why}; save the model unquantized")
         for name in self._places.keys() - parts.keys():
             if name == "lm_head.weight" and self.model.tie_embeddings:
@@ -347,7 +347,7 @@ def _find_tensors(folder: Path) -> dict[str, Place]:
     for file in sorted(set(files.values())):
         inside, listed = _headers(folder / file), {name for name, other in files.items() if other == file}
         for name in sorted(inside.keys() ^ listed):
-            why = f"{'holds' if name in inside else 'lacks'} {name}, other than {index.name} says"
+            why = f"{'holds' if name in inside else 'lacks'} {name}, unlike {index.name}"
             raise CheckpointError(f"{folder / file} {why}; copy the files of one model")
         places |= inside
     return places

@@ -1,9 +1,9 @@
-"""Write the tokenizer of an exported folder, as transformers, vLLM and lm-eval read it.
+"""Write the tokenizer of an exported folder, in the files that transformers, vLLM and lm-eval read.
 
     tokenizer.json, tokenizer_config.json   or tokenizer.model of SentencePiece; chat_template.jinja
     generation_config.json                  the ids that begin and end a text, and what the source's author added
 
-They come from the first of these that exists and has the ids that the run was trained with:
+They come from the first of these sources that exists and has the ids that the run was trained with:
 
   1. the Hugging Face folder that the weights began with (finetune.base, checkpoint.load): its own files. An import
      keeps them in CHECKPOINT_DIR/tokenizer, so that they outlive the folder
@@ -78,7 +78,7 @@ def write_tokenizer(folder: Path, reader: Weights, vocab_size: int, spec: str | 
     """
     cfg = config_of(reader)
     finetuned, named = cfg.finetune.kind is not None, spec or cfg.data.tokenizer
-    own, why = None, f"{named} is no tokenizer that transformers has"
+    own, why = None, f"{named} is not a tokenizer that transformers has"
     if named != "corpus":
         try:
             own = load_tokenizer(named, "--tokenizer")
@@ -93,7 +93,7 @@ def write_tokenizer(folder: Path, reader: Weights, vocab_size: int, spec: str | 
     if chats is not None:
         try:
             ends = end_of_answers(chats)
-        except ValueError as error:  # as without jinja2
+        except ValueError as error:  # for example without jinja2
             note = f", but without the token that ends an answer ({error})"
     kind, _, path = named.partition(":")
     file = Path(os.path.expanduser(path))
@@ -119,7 +119,7 @@ def write_tokenizer(folder: Path, reader: Weights, vocab_size: int, spec: str | 
 
 
 def add_answers(folder: Path, ids: dict, own: Tokenizer, ends: set[int]) -> dict:
-    """Add to the files and ids of a tokenizer what a model of chats needs, which their author may not have trained.
+    """Add to the files and ids of a tokenizer what a chat model needs and their author may not have trained.
 
     own: the tokenizer of the run. ends: see end_of_answers. Writes Llama 3's template if there is none. Returns the ids
     with the ends.
@@ -146,7 +146,7 @@ def end_of_answers(tokenizer: Tokenizer) -> set[int]:
 
 def find_kept(reader: Weights) -> Path | None:
     """Return the folder with the source's tokenizer files; None if the weights have no such source, or it was moved."""
-    for _ in range(8):  # runs upon runs
+    for _ in range(8):  # a run may begin with the weights of another run
         for folder in (reader.path / KEPT, reader.path.parent / KEPT):
             if folder.is_dir():
                 return folder
@@ -164,7 +164,7 @@ def find_kept(reader: Weights) -> Path | None:
 
 
 def spec_of(reader: Weights, data: Mapping[str, object] = {}) -> str | None:
-    """Return data.tokenizer as weights were trained with it, or that of their source; None if there is none.
+    """Return the spec of the tokenizer that the weights were trained with, else of their source's files, else None.
 
     data: the state of the data in their checkpoint.
     """
@@ -195,9 +195,9 @@ def write_settings(folder: Path, tokenizer: Tokenizer, kind: str, **more: object
 
 
 def tokenizer_json(tokenizer: TiktokenTokenizer, bos: int | None) -> dict:
-    """Fill in a tokenizer.json; bos: put before every text, None: nothing.
+    """Fill in a tokenizer.json. bos: the id put before every text; None: nothing.
 
-    As tiktoken, it takes a word that is a token for that token: `ignore_merges`.
+    As in tiktoken, a word that is a token becomes that token: `ignore_merges`.
     """
     made = read_json(HERE / "tokenizer.json")
     shown = _printable_bytes()
@@ -217,7 +217,7 @@ def tokenizer_json(tokenizer: TiktokenTokenizer, bos: int | None) -> dict:
 
 
 def merges_of(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Find the pair that each token is joined from: what byte-pair encoding by the lower ranks leaves of it."""
+    """Find the pair that each token is joined from: byte-pair encoding by the lower ranks ends with this pair."""
     merges = []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         parts = [bytes([byte]) for byte in token]

@@ -1,8 +1,8 @@
 """Make the contents of an exported folder for transformers and PEFT: settings, and tensors under their names.
 
-Both follow `tensor_map` of minitron/interop/hf.py, by which a Hugging Face folder is also read.  PEFT
+Both follow `tensor_map` of minitron/interop/hf.py, which also reads Hugging Face folders. PEFT
 (github.com/huggingface/peft) keeps an adapter as adapter_config.json and adapter_model.safetensors, with a pair of
-matrices for each module of the Hugging Face model.  An adapter of the fused q, k, v becomes three with the same A:
+matrices for each module of the Hugging Face model. An adapter of the fused q, k, v becomes three with the same A:
 
     blocks.0.attention.qkv.adapter.a  -> base_model.model.model.layers.0.self_attn.{q,k,v}_proj.lora_A.weight
     blocks.0.attention.qkv.adapter.b.qkv, its rows of q, of k and of v -> ....{q,k,v}_proj.lora_B.weight
@@ -42,7 +42,7 @@ def settings_of(m: ModelConfig, dtype: str) -> dict:
         "torch_dtype": str(DTYPES[dtype]).removeprefix("torch."),
         "bos_token_id": None,
         "eos_token_id": None,
-    }  # a tokenizer's, which hf_tokenizer.py knows; transformers' defaults are those of one model
+    }  # the ids are a tokenizer's, see hf_tokenizer.py; transformers' defaults are those of one model
     settings |= {key: getattr(m, field) for field, key in fmt.keys.items()} | fmt.fixed
     if gpt:
         settings |= dict.fromkeys(("resid_pdrop", "embd_pdrop"), m.hidden_dropout) | {"attn_pdrop": m.attention_dropout}

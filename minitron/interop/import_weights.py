@@ -1,7 +1,7 @@
 """Import weights of another format: a checkpoint of iteration 0, and beside it the model.yaml of a run that trains it.
 
-Formats differ in names, in the order of rows and in what describes the model. A `Source` hides that: it has the
-model, the number format of the weights, and reads boxes of tensors under minitron's names.
+Formats differ in names, in the order of rows and in the description of the model. A `Source` hides that: it has the
+model and the number format of the weights, and reads boxes of tensors under minitron's names.
 
     convert_hf.py         a Hugging Face folder    reads the rows of a block
     convert_megatron.py   open_megatron            reads and rearranges one tensor at a time
@@ -33,14 +33,14 @@ from minitron.interop.new_folder import new_folder, new_path
 from minitron.kernels.gemm import DTYPES
 
 FILE_BYTES = 2 << 30  # the most that a file of a checkpoint holds
-BLOCK_VALUES = 1 << 26  # of a tensor, read at a time: 256 MB in float32
+BLOCK_VALUES = 1 << 26  # elements of a tensor that are read at a time: 256 MB in float32
 Item = TypeVar("Item")
 
 
 class Source(NamedTuple):
     """Weights to import: the tensors of `hf.global_shapes(model)`.
 
-    precision: the format, of DTYPES, that holds all of them exactly. note: a line to print, or "".
+    precision: the name in DTYPES of the format that holds them exactly. note: a line to print, or "".
     read(name, "param", start, shape) -> the box [start, start + shape) of a tensor.
     """
 
@@ -51,11 +51,11 @@ class Source(NamedTuple):
 
 
 def add_arguments(command: argparse.ArgumentParser, source: str, help: str) -> None:
-    """Add what each command has that imports: the source, which has this name and help, the target, the format."""
+    """Add the arguments of an import: the source, with this name and help, the target and the number format."""
     command.add_argument("source", metavar=source, help=help)
     words = "new; gets the checkpoint and model.yaml"
     command.add_argument("target", type=new_path, metavar="CHECKPOINT_DIR", help=words)
-    words = "number format of the weights (as the source has them)"
+    words = "number format of the weights (default: the source's)"
     command.add_argument("--dtype", choices=DTYPES, help=words)
 
 
@@ -64,7 +64,7 @@ def import_weights(
 ) -> None:
     """Write `source` as a checkpoint in the new folder `target`, and print how to train it.
 
-    dtype: of DTYPES; None: that of the source. finish(folder) adds more files. Raises ValueError.
+    dtype: a name in DTYPES; None: the source's. finish(folder) adds more files. Raises ValueError.
     """
     dtype = dtype or source.precision
     shapes = hf.global_shapes(source.model)

@@ -1,4 +1,4 @@
-"""Rows of fine-tuning data: the files that hold them, and the keys that people give them.
+"""Rows of fine-tuning data: the formats of files, and the keys of known data sets.
 
     chats.jsonl                  an object a line
     alpaca.json                  one list of objects: its first byte is [
@@ -10,8 +10,8 @@
     {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}, ...]}  OpenAI: parts, which are joined
     {"prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}, ...]}            UltraChat: a question twice
 
-Every file becomes lines of JSON, each a row. Those above get messages, with the text of a key `system` as the first
-one. Any other row stays as it is: data/sft.py encodes messages, and prompt and completion.
+Every file is read as lines of JSON, each a row. The rows above are converted to messages, and the text of a key
+`system` becomes the first one. Any other row stays as it is: data/sft.py encodes messages, and prompt and completion.
 
 Left out: Alpaca's `history`; a limit of memory, so a damaged table can end the process.
 """
@@ -28,17 +28,17 @@ from minitron.config.installed import pip_install
 from minitron.data.tokenizers import Readers
 from minitron.interop.tokenizers import load_tokenizer
 
-LIST_BYTES = 1 << 30  # of a JSON list, which is read as a whole
-ROWS = 128  # of a table, read at a time
+LIST_BYTES = 1 << 30  # a JSON list is read as a whole
+ROWS = 128  # rows of a table that are read at a time
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant"}
 
 
 def read_rows(path: str) -> Iterator[tuple[int, Any]]:
-    """Yield the number of each row, from 1, and the row, or in its place the ValueError with what is wrong with it.
+    """Yield the number of each row, from 1, and the row, or in its place a ValueError that describes the defect.
 
-    An empty line counts, but is no row. Raises OSError, and ValueError for a file that cannot be read as a whole.
+    An empty line counts, but is not a row. Raises OSError, and ValueError for a file that cannot be read as a whole.
     """
-    # On a terminal alone, and only if it takes longer than a second.
+    # The bar appears only on a terminal, after a second.
     with tqdm(total=size_of(path), unit="B", unit_scale=True, desc=f"reading {path}", disable=None, delay=1) as bar:
         for number, line in enumerate(_lines(path), 1):
             bar.update(min(len(line), bar.total - bar.n))  # a table is smaller than its rows
@@ -53,19 +53,19 @@ def _lines(path: str) -> Iterator[bytes]:
     """Yield each row of a file as a line of JSON."""
     if kind := table_kind(path):
         for rows in read_table(path, kind, lambda schema: schema.names):
-            yield from (json.dumps(without_nulls(row), default=str).encode() for row in rows)  # str: of a date
+            yield from (json.dumps(without_nulls(row), default=str).encode() for row in rows)  # dates as text
         return
     with open(path, "rb") as file:
         if file.peek(64).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] != b"[":  # behind a byte order mark or an empty line
             yield from lines_of(file, path)
             return
-    with errors_as(ValueError, lambda error: f"{path} is no list of JSON ({error}); correct it", ValueError, OSError):
+    with errors_as(ValueError, lambda error: f"{path} is not a JSON list ({error}); correct it", ValueError, OSError):
         rows = parse_json(read_bytes(path, LIST_BYTES).removeprefix(b"\xef\xbb\xbf"))
     yield from (json.dumps(row).encode() for row in rows)
 
 
 def _parsed(line: bytes) -> Any:
-    """Return the row that a line holds, or the ValueError with what is wrong, and the fix."""
+    """Return the row that a line holds, or a ValueError with the defect and the fix."""
     try:
         row = parse_json(line.rstrip())
         if b"\\ud" in line.lower():  # tokenizers raise, or replace it silently
@@ -81,17 +81,20 @@ def _parsed(line: bytes) -> Any:
     except ValueError as error:
         return error
     except TypeError:
-        return ValueError("has an instruction, input, output or conversations that are no text or list; correct them")
+        return ValueError("has an instruction, input, output or conversations that are not text or list; correct them")
 
 
 def to_messages(row: Any) -> Any:
-    """Give messages of texts to a row of others. Raises TypeError for a value that is no text or list; ValueError."""
+    """Convert a row of another format to messages.
+
+    Raises TypeError if a value is not text or a list, and ValueError for a row that cannot be used.
+    """
     turns = _turns(row) if isinstance(row, dict) else None
     if not isinstance(turns, list):
         return row
     if system := row.get("system"):
         if turns and isinstance(turns[0], dict) and turns[0].get("role") == "system":
-            raise ValueError("has a key system and a message of the system; drop one")
+            raise ValueError("has the key system and a system message; drop one")
         turns = [{"role": "system", "content": system}, *turns]
     others = {key: row[key] for key in row.keys() - {"prompt", "completion"}}
     return others | {"messages": [_joined(turn) for turn in turns]}
@@ -139,7 +142,7 @@ def _joined(turn: Any) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Leave out the keys that are null: a column has every key of every row. Bytes and NaN, no JSON, are null, too."""
+    """Leave out the keys that are null: a column has every key of every row. Bytes and NaN, not in JSON, are null."""
     if isinstance(value, dict):
         inner = {key: without_nulls(item) for key, item in value.items()}
         return {key: item for key, item in inner.items() if item is not None}
@@ -179,11 +182,11 @@ def read_table(path: str, kind: str, choose: Callable[[Any], list[str]]) -> Iter
             names = choose(table.schema)
             parts = (whole.select(names).slice(row, ROWS) for whole in table for row in range(0, whole.num_rows, ROWS))
         for part in parts:
-            part.validate(full=True)  # it may not be what the file says
+            part.validate(full=True)  # the file may be damaged
             yield part.to_pylist()
             done += part.num_rows
     except MemoryError as error:
-        why = f"{ROWS} rows after row {done} take more memory than this process may have"
+        why = f"{ROWS} rows after row {done} need more memory than the limit of this process"
         raise ValueError(f"{path}: {why}; split the texts, or leave the file out") from error
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         why = f"cannot be read after row {done} ({' '.join(str(error).split())})"

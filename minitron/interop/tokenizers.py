@@ -15,8 +15,9 @@ its id and its priority, and one table holds both:
     ranks  b"a" 0  b"b" 1  b"ab" 2  b"abab" 3        "abab" -> a b a b -> ab ab -> abab = [3]
 
 The first four kinds read the published files with tiktoken and sentencepiece. `hf:` runs any tokenizer.json by Hugging
-Face's own library, the extra `data`, so its ids are those of transformers (but for special tokens: text, as above). A
-damaged or hostile tokenizer.json can abort that library, or let it take all memory: another process tries it first.
+Face's own library, the extra `data`. Its ids are those of transformers, except that text that spells a special token
+stays text. A damaged or hostile tokenizer.json can abort that library, or let it take all memory: another process tries
+it first.
 
 Left out: downloads, a beginning-of-text token in pretraining data; chats (chat.py, chat_template.py).
 """
@@ -56,7 +57,7 @@ NUM_SPECIAL = 256
 TOKENIZER_BYTES = 256 << 20
 # tiktoken's regex engine overflows its stack in a white-space run of some 500,000; Llama 3's own code cuts here.
 MAX_SPACES = 25_000
-TRIAL_SECONDS, TRIAL_BYTES = 60, 2 << 30  # of CPU, so that a busy machine fails no trial; of address space
+TRIAL_SECONDS, TRIAL_BYTES = 60, 2 << 30  # CPU time, so that no trial fails on a busy machine; address space
 TRIAL_TEXT = f"It isn't 1,234 o'clock,\n\n  she\tsays: Ol\u00e9, \u4eca\u65e5 \U0001f600! \0 <s> {'a' * 40}!"
 TRIAL = """import json, sys
 sys.path[:], *given = json.loads(sys.argv[1])
@@ -67,8 +68,8 @@ _load_and_use(*given)"""
 def load_tokenizer(spec: str, key: str = "data.tokenizer", cache: Cache | None = None) -> Tokenizer:
     """Load the tokenizer that a spec of the table above names; `~` in it is the home directory.
 
-    key: what an error calls the spec.  cache: where the success of a trial is kept; without one there is a trial each
-    time. If this process is not the cache's first on its node, that one has made the trial.
+    key: the name of the spec in errors. cache: where the success of a trial is kept; without one there is a trial each
+    time. If this process is not the cache's first on its node, the first has made the trial.
     Raises ValueError for an unknown kind or a bad file.
     """
     kind, _, path = spec.partition(":")
@@ -79,7 +80,7 @@ def load_tokenizer(spec: str, key: str = "data.tokenizer", cache: Cache | None =
         fix = "name one of them (the tokenizer of data.source=corpus is made with the corpus)"
         if os.path.isfile(os.path.join(os.path.expanduser(spec), "tokenizer.json")):
             fix = f"for its tokenizer.json write hf:{spec}"
-        raise ValueError(f"{key}={spec!r} is none of bytes, gpt2:DIR, llama3:FILE, llama2:FILE, hf:DIR; {fix}")
+        raise ValueError(f"{key}={spec!r} is not one of bytes, gpt2:DIR, llama3:FILE, llama2:FILE, hf:DIR; {fix}")
     return loaders[kind](Path(os.path.expanduser(path)))
 
 
@@ -98,7 +99,7 @@ class ByteTokenizer:
 
 
 class TiktokenTokenizer:
-    """Byte-pair encoding by tiktoken.  ranks: bytes -> id.  special: text -> id.  eod: a key of special."""
+    """Byte-pair encoding by tiktoken. ranks: bytes -> id. special: text -> id. eod: a key of special."""
 
     chat = None
 
@@ -121,8 +122,8 @@ class TiktokenTokenizer:
 class HfTokenizer:
     """A tokenizer.json, given as its text, run by Hugging Face's library; end: the token that ends documents, as text.
 
-    Special tokens in a text are encoded as text, other added tokens as what they are. bos: the token that the file's
-    own template puts before a text, or `begin` if the folder's settings say that one is put there.
+    Text that spells a special token is encoded as text; other added tokens are encoded as tokens. bos: the token that
+    the file's own template puts before a text, or `begin` if the folder's settings ask for one.
     chats: the templates and tokens of ChatTemplate.
     """
 
@@ -145,7 +146,7 @@ class HfTokenizer:
         if self.vocab_size > 1 << 31:
             raise ValueError(f"{name}: its ids reach {self.vocab_size - 1}, more than int32 holds; {fix}")
         if self.eod is None:
-            raise ValueError(f"{name}: the end of a document, {end!r}, is none of its tokens; correct eos_token")
+            raise ValueError(f"{name}: the end of a document, {end!r}, is not one of its tokens; correct eos_token")
         self.bos = self._library.token_to_id(begin) if begin is not None else None
         if self.bos is None and first and first[0] in added and first[0] != self.eod:
             self.bos = first[0]
@@ -171,7 +172,7 @@ def load_gpt2(folder: Path) -> TiktokenTokenizer:
     """Load DIR/encoder.json, {token: id}, and DIR/vocab.bpe, a comment line and then a merge "left right" a line.
 
     Without encoder.json: vocab.json and merges.txt, the same files under transformers' names. Merges are in the order
-    of their priority. Both files write a byte as a printable character.  The ids must follow the merges, as in the
+    of their priority. Both files write a byte as a printable character. The ids must follow the merges, as in the
     published files, because tiktoken joins the pair of the lowest id first.
     """
     own, other = ("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")
@@ -184,7 +185,7 @@ def load_gpt2(folder: Path) -> TiktokenTokenizer:
         byte_of = {character: byte for byte, character in enumerate(_printable_bytes())}
         ranks = {bytes(byte_of[c] for c in token): i for token, i in encoder.items()}
         if not all(type(i) is int for i in (end, *ranks.values())):
-            raise TypeError("an id is no integer")
+            raise TypeError("an id is not an integer")
     except (KeyError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{encoder_path}: no GPT-2 vocabulary ({error!r}); give the published {names[0]}") from error
     merges = [line.split(" ") for line in _read(merges_path).decode(errors="replace").splitlines()[1:] if line]
@@ -226,7 +227,7 @@ def load_hf(folder: Path, cache: Cache | None) -> HfTokenizer:
         known = [f"; for its {name} write {spec}" for name, spec in others.items() if os.path.isfile(folder / name)]
         known += [f"; name its folder, hf:{folder.parent}"] if folder.name == "tokenizer.json" else []
         if known:
-            raise ValueError(f"{folder} is no folder with a tokenizer.json{known[0]}")
+            raise ValueError(f"{folder} is not a folder with a tokenizer.json{known[0]}")
     settings = hf_settings(folder)
     end, begin = (_content(settings.get(f"{name}_token")) for name in ("eos", "bos"))
     if os.path.isfile(path) and end is None:
@@ -273,7 +274,7 @@ def _load_and_use(end: str, begin: str | None, name: str) -> None:
 
 @contextmanager
 def _library(name: str, what: str, fix: str) -> Iterator[None]:
-    """Turn every error of a library into a ValueError. A panic of Rust code is one, too, but is no Exception."""
+    """Turn every error of a library into a ValueError. A panic of Rust code is one, too, but is not an Exception."""
     try:
         yield
     except BaseException as error:
@@ -289,7 +290,7 @@ def hf_settings(folder: Path) -> dict:
         if os.path.isfile(folder / name):
             fix = "copy the file again"
             with errors_as(
-                ValueError, lambda e: f"{folder / name} is no JSON object ({e}); {fix}", ValueError, TypeError
+                ValueError, lambda e: f"{folder / name} is not a JSON object ({e}); {fix}", ValueError, TypeError
             ):
                 settings |= {k: v for k, v in dict(parse_json(_read(folder / name))).items() if v is not None}
     return settings
@@ -324,7 +325,7 @@ def _check_ranks(ranks: dict[bytes, int], path: Path) -> None:
 
 def _read(path: Path) -> bytes:
     if os.path.isdir(path):
-        raise ValueError(f"{path} is a folder, and no tokenizer file; name its file, such as {path}/tokenizer.model")
+        raise ValueError(f"{path} is a folder, not a tokenizer file; name its file, such as {path}/tokenizer.model")
     if not os.path.isfile(path):
         raise ValueError(f"{path}: no such tokenizer file; nothing is downloaded, so copy it there or correct the path")
     fix = "correct its permissions or the path"

@@ -2,13 +2,13 @@
 
     .metadata         a pickle: every tensor's shape, and for each of its chunks the file, offset and length
     __0_1.distcp      the chunks, each as torch.save writes a tensor
-    common.pt         Megatron's: a zip with a pickle of what is no tensor, the run's arguments above all
+    common.pt         Megatron's: a zip with a pickle of what is not a tensor, the run's arguments above all
 
 A pickle is a program: it names functions and calls them. `Reader` follows one with an unpickler that imports none of
 them: names of MODULES become records without code, and every other name is refused. torch's own restricted unpickler
 (`weights_only`) reads the chunks. So the worst that a hostile checkpoint can cause is an error.
 
-Left out: all that is no tensor but common.pt (FP8 states, random numbers), compressed files.
+Left out: all that is not a tensor, except common.pt (FP8 states, random numbers), compressed files.
 """
 
 import io
@@ -28,12 +28,12 @@ from minitron.config.text import short
 from minitron.interop.limits import limited_memory
 
 METADATA_BYTES = 1 << 30
-MEMORY_BYTES, MEMORY_TIMES = 256 << 20, 64  # that a pickle may take, and for each of its bytes: objects take some 15
-# What reading a chunk raises if its file is damaged, or .metadata has no sound offset and length of it.
+MEMORY_BYTES, MEMORY_TIMES = 256 << 20, 64  # memory for a pickle, and per byte of it: objects take some 15
+# Errors of a chunk whose file is damaged, or whose offset and length in .metadata are wrong.
 UNREADABLE = (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError, MemoryError)
 UNREADABLE += (AttributeError, TypeError, OverflowError)
-# The modules of the classes of an index, and of what arguments hold beside numbers and texts: enumerations, paths, the
-# signal that ends a run. Megatron's have enumerations alone.
+# The modules of the classes of an index, and of values of arguments other than numbers and texts: enumerations, paths,
+# the signal that ends a run. Megatron's modules have only enumerations.
 MODULES = {
     *(f"torch.distributed.checkpoint.{name}" for name in ("metadata", "filesystem", "planner", "default_planner")),
     *("argparse", "types", "collections", "pathlib", "pathlib._local", "signal", "torch.serialization"),
@@ -93,7 +93,7 @@ class Reader:
         with errors_as(ValueError, lambda e: f"{origin} cannot be read ({e.strerror}); {fix}", OSError):
             data = read_bytes(origin, METADATA_BYTES)
         whole = unpickle(data, str(origin))
-        why = f"{origin} is no index of a torch_dist checkpoint"
+        why = f"{origin} is not an index of a torch_dist checkpoint"
         kinds = AttributeError, TypeError, KeyError, IndexError
         with errors_as(ValueError, lambda error: f"{why} ({error!r:.200}); copy it again", *kinds):
             self._tensors = {
@@ -154,7 +154,7 @@ class Reader:
     def _check(self, name: str) -> None:
         """Raise ValueError unless the chunks of a tensor hold each element once; wrong types raise other errors."""
         if not isinstance(name, str) or not isinstance(self.dtype(name), torch.dtype):
-            raise TypeError(f"{name!r:.80} is no name of a tensor with a number format")
+            raise TypeError(f"{name!r:.80} is not the name of a tensor with a number format")
         shape, chunks = self.shape(name), self._tensors[name].chunks
         boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
         counts = [number for box in boxes for part in box for number in part]
@@ -165,7 +165,7 @@ class Reader:
             and all((name, box.start) in self._places for box in boxes)
         )
         if not (sound and covers(shape, boxes)):
-            why = f"the chunks of {name!r:.80} do not hold each element of {str(shape):.80} once"
+            why = f"the chunks of {name!r:.80} with shape {str(shape):.80} overlap or leave gaps"
             raise ValueError(f"{self.path}/.metadata: {why}; copy it again")
 
     def _check_bytes(self) -> None:
@@ -193,6 +193,6 @@ class Reader:
                 tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
         if not dense or tensor.is_nested or (tensor.dtype, tuple(tensor.shape)) != (self.dtype(name), size):
-            why = "is no tensor of the number format and shape that .metadata says"
+            why = "does not have the number format and shape that .metadata lists"
             raise ValueError(f"{path}: {name} {why}; copy the files of one checkpoint")
         return tensor

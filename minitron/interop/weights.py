@@ -1,8 +1,8 @@
 """Read an adapter and the weights that it was trained beside as one model.
 
 Problem: a LoRA checkpoint holds adapters alone, a thousandth of the model, and is useless with other weights than those
-it was trained with. The idea: it records their path and a fingerprint of their values.
-`open_weights` opens a model from a Hugging Face folder, a checkpoint, or a LoRA checkpoint through one interface.
+it was trained with. The idea: it records their path and a fingerprint of their values. `open_weights` opens a model
+from a Hugging Face folder, a checkpoint, or a LoRA checkpoint through one interface.
 
     open_weights("runs/lora").read("blocks.0.attention.qkv.weight", ...)       W + alpha/r B A, computed box by box
 """
@@ -48,7 +48,7 @@ def open_weights(
         return reader
     base = base or base_of(cfg)
     if base is None:
-        raise CheckpointError(f"{reader.path} holds an adapter and no path of its weights; name their folder")
+        raise CheckpointError(f"{reader.path} holds an adapter without the path of its weights; name their folder")
     key = f"the base of the adapter in {reader.path}: "
     with errors_as(CheckpointError, lambda error: f"{error}; tools take another place by --base", CheckpointError):
         frozen = open_weights(base, vocab_multiple=cfg.model.vocab_multiple, key=key)
@@ -116,8 +116,8 @@ class MergedAdapter(Weights):
         a, b = (read_float32(self.adapter, name.removesuffix("weight") + f"adapter.{x}") for x in ("a", f"b.{part.b}"))
         return a[part.columns], b[outputs] * (self.cfg.lora.scale if scaled else 1.0)
 
-    def parts(self) -> tuple[str, Weights]:
-        """Return the base's fingerprint and the adapter. The sums differ in their last bit from machine to machine."""
+    def identity(self) -> tuple[str, Weights]:
+        """Return the base's fingerprint and the adapter: merged sums differ in their last bit between machines."""
         return self.base_fingerprint, self.adapter
 
     def verify(self) -> None:

@@ -2,12 +2,12 @@
 
         lr  |      /`-.
             |    /     `.                      warm-up from 0 to lr, decay to min_lr, then min_lr for ever;
-     min_lr |  /         `-.________           `constant_steps` says how many steps before its end a run gets there
+     min_lr |  /         `-.________           `constant_steps`: how many steps before the end lr reaches min_lr
             |/______________________ samples
              0   warmup   decay   end
 
-        lr  |      /---------.                 WSD, warm-up, stable, decay: in the last part lr falls with the square
-     min_lr |    /            `-.____          root of what is done of it, the best shape in Haegele et al. 2024.
+        lr  |      /---------.                 WSD, warm-up, stable, decay: in the decay lr falls as 1 - sqrt(fraction
+     min_lr |    /            `-.____          done), the best shape in Haegele et al. 2024.
             |  /                               A run that stops while lr is stable can be resumed with more steps:
             |/______________________ samples   its rates were those of the longer run
 
@@ -17,8 +17,8 @@ state. With a warm-up of 216,320 samples to 1e-4, the rate at 960 samples is 960
 
 Which samples count for a step? The rate of step n is that of the samples trained *including* step n, and this is what
 the log line shows beside them. Megatron-LM prints the same number but uses it one step later (its first step has rate
-0). A step that was skipped for a gradient that is not finite advances the schedule like any other: only the device
-knows that it was skipped, and nothing is read back.
+0). A step that was skipped for a gradient that is not finite advances the schedule like any other: the device decides
+whether it is skipped, and the host does not wait for that.
 
 Left out: a decay of the weight decay, inverse-square-root schedules, other shapes of the decay of WSD.
 """

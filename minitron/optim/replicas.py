@@ -8,10 +8,10 @@ train different models. The loss shows it much later or never. The idea:
      position, which detects a swap. Such sums, modulo 2^64, are exact: equal bits give equal sums in any order.
   2. All sums of an axis are equal if the largest is the smallest. One all-reduce with MAX finds both, since
      max(~x) = ~min(x).
-  3. One number for the world says whether anything differs. It is copied to the host without waiting, and read a step
-     later. Only if it is not 0 do ranks exchange their sums, and find the name and the ranks from them.
+  3. One number for the world is not 0 if anything differs. It is copied to the host without waiting, and read a step
+     later. If it is not 0, ranks exchange their sums, and find the name and the ranks from them.
 
-    axis         parameters of which its ranks hold copies
+    axis         parameters whose copies its ranks hold
     dp_cp        all: ZeRO-1 gathers what it has updated
     tp           those without a shard: norms, biases of row-parallel layers, positions, one half of each adapter
     tied_stages  the tied weight, on the first and the last stage
@@ -137,7 +137,7 @@ def checksum(x: Tensor) -> Tensor:
     widths = torch.int64, torch.int32, torch.int16, torch.uint8
     words = rows.view(next(word for word in widths if rows.shape[1] * rows.itemsize % word.itemsize == 0))
     height, width = words.shape
-    # The position of a word is its row times the words in a row, plus its column. So no sum needs a copy of x.
+    # The position of a word is its row times the words per row, plus its column. So no sum needs a copy of x.
     place = torch.arange(max(words.shape), device=x.device)
     sums = torch.zeros(2, dtype=torch.int64, device=x.device)
     each = max(1, PIECE_BYTES // (width * words.itemsize))

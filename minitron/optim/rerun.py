@@ -12,15 +12,15 @@ if the loss or the gradients' norm is suspicious, compute the same microbatches 
 Both runs read the same batches, weights, scales and dropout counters. A recorded step is replayed. A figure is
 suspicious if it is not finite, or more than SPREADS spreads above the median of the last WINDOW steps. The spread is
 1.4826 times the median distance from the median (Hampel's identifier, which outliers do not change), and at least a
-share of the median, FLOORS. With the smallest spread a loss is suspicious from 1 + 10 * 0.01 times the median on, and a
-norm from 1 + 10 * 1 times on. Megatron-LM runs a step again from 10 times on. After IN_A_ROW skipped spikes the losses
-are a new level: the history is cleared. Checkpoints hold the history.
+share of the median, FLOORS. With the smallest spread a loss is suspicious above 1 + 10 * 0.01 times the median, and a
+norm above 1 + 10 * 1 times. After IN_A_ROW skipped spikes the losses are a new level: the history is cleared.
+Checkpoints hold the history.
 
 A rank compares what it computed alone: its part of the loss sum, and its gradients outside of its own slice, which the
 reduce-scatter leaves as they were. Its slice holds the sum over ranks, with the wrong values of others. So a
 difference in this slice counts only if no rank differs in what it computed alone. Between the two are sums of the ranks
-of its node, if gradients are summed in two levels (slices.py). Equal means within TOLERANCE:
-kernels that add in another order each time change a norm by some 1e-3, and the faults that matter are larger.
+of its node, if gradients are summed in two levels (slices.py). Equal means within TOLERANCE: kernels that add in
+another order each time change a norm by less, and the faults that matter change it by more.
 
 Left out: which rank of a tensor- or pipeline-parallel group is faulty, if a wrong value reaches the others before the
 end of the backward. Then all of them are named. A GPU that is wrong in the same way each time is taken for data.
@@ -48,7 +48,7 @@ from minitron.runtime.log import Log
 from minitron.runtime.status import BROKEN, LOST, RunError
 from minitron.runtime.stragglers import gather_rank_locations
 
-WINDOW, MIN_HISTORY = 100, 20  # most and fewest steps that a spike is measured by
+WINDOW, MIN_HISTORY = 100, 20  # most and fewest steps whose median a spike is compared with
 SPREADS, FLOORS = 10.0, {"loss": 0.01, "gradient norm": 1.0}
 IN_A_ROW = 3
 TOLERANCE = 0.02
@@ -67,7 +67,7 @@ class WrongResult(RunError):
 
 
 class CountedBatch(StaticBatch, Protocol):
-    """samples: [b] of the run's order. count: its tokens that have a loss."""
+    """samples: [b] positions in the run's order. count: the number of tokens that have a loss."""
 
     samples: Tensor
     count: float
@@ -129,8 +129,8 @@ class Rerun:
             "the update is skipped" if skip or not finite else "spikes in a row are a new level: the update is made"
         )
         verdict = (
-            f"iteration {self.mesh.activity.step}: {why}. Computed again it is the same on all ranks, so the reason "
-            f"is the data or the model, and no GPU; {ending}. Look at {samples} of the run's order"
+            f"iteration {self.mesh.activity.step}: {why}. The step was computed again with the same result on all "
+            f"ranks, so the reason is the data or the model, not a GPU; {ending}. Look at {samples} of the run's order"
         )
         if self.log is not None:
             self.log.warn(verdict)
@@ -179,7 +179,7 @@ class Rerun:
         everyone = self._gathered(torch.stack([first, second]))
         both_nan = everyone.isnan().all(1)
         same = both_nan | torch.isclose(everyone[:, 0], everyone[:, 1], rtol=TOLERANCE, atol=0.0)
-        wrong = ~same[:, :2].all(1), ~same[:, 2], ~same[:, 3]  # what fewer ranks have computed comes first
+        wrong = ~same[:, :2].all(1), ~same[:, 2], ~same[:, 3]  # figures that fewer ranks have computed come first
         return torch.nonzero(next((ranks for ranks in wrong if ranks.any()), wrong[-1])).flatten().tolist()
 
     def _blame(self, why: str, wrong: Sequence[int]) -> WrongResult:
@@ -188,9 +188,10 @@ class Rerun:
         named = "; ".join(f"rank {rank} on {places[rank]}" for rank in wrong)
         of_one_node = len({places[rank].partition(" GPU ")[0] for rank in wrong}) == 1
         text = (
-            f"iteration {self.mesh.activity.step}: {why}. Computed again from the same data and weights the result of "
-            f"{listed(wrong)} is another one: {named}. Suspect the hardware{' of one of them' * (len(wrong) > 1)}, and "
-            f"go on from the newest checkpoint{' without that node' * of_one_node}; this step has changed nothing"
+            f"iteration {self.mesh.activity.step}: {why}. The step was computed again from the same data and weights, "
+            f"and {listed(wrong)} got a different result: {named}. Suspect the hardware"
+            f"{' of one of them' * (len(wrong) > 1)}, and continue from the newest checkpoint"
+            f"{' without that node' * of_one_node}; this step has changed nothing"
         )
         return WrongResult(text, self.mesh.rank in wrong, of_one_node)
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from minitron.comm.collectives import all_to_all, exchange, gather_start, reduce_scatter_start
 from minitron.comm.handle import Handle
 from minitron.comm.mesh import Axis
-from minitron.config.sizes import ROUNDED_ONCE
+from minitron.config.sizes import MAX_BF16_TERMS
 from minitron.kernels import plain
 from minitron.kernels.attention import Backend, ForwardResult, Grads, Options
 from minitron.kernels.rng import AttentionDropout
@@ -166,7 +166,7 @@ def _lse_view(lse: Tensor, tile: Tile) -> Tensor:
 
 def _dtype_of_sum(like: Tensor, terms: int) -> torch.dtype:
     """Choose the dtype of a sum over tiles: float32, or like's own if the sum is rounded only once."""
-    return like.dtype if terms <= ROUNDED_ONCE else torch.promote_types(like.dtype, torch.float32)
+    return like.dtype if terms <= MAX_BF16_TERMS else torch.promote_types(like.dtype, torch.float32)
 
 
 def _first_term(parts: Sequence[Tensor], tiles: list[Tile], side: str, like: Tensor, terms: int) -> Tensor:

@@ -2,11 +2,11 @@
 
 A wrong schedule rarely crashes: it hangs, or it trains on the wrong tensor. Both can be read off the data:
 1. One rank alone: each microbatch runs once through each chunk, the forward before the backward, and weight gradients
-   after the backward that puts them off. Every input is received before its use, and the use waits for it. An output is
+   after the backward that defers them. Every input is received before its use, and the use waits for it. An output is
    sent once at most, after it was made.
 2. Two ranks: the n-th message that one sends is the n-th that the other receives. NCCL matches by order, so a swap
-   would deliver another microbatch's tensor without an error. With 1, no message is missing and none has no use.
-3. All ranks: a walk in which every Exchange blocks until each partner has reached the matching one comes to the end.
+   would deliver another microbatch's tensor without an error. With 1, every message is sent, received and used.
+3. All ranks: a walk completes in which every Exchange blocks until each partner has reached the matching one.
    The executor only posts Exchanges and waits later, so it cannot hang where this walk does not.
 
 The deadlock of "send my output and receive my next input", with pp = 2, vp = 2 and four microbatches:
@@ -104,7 +104,7 @@ class _CheckedRank:
             if counts[Backward, op.chunk] and counts[BackwardInput, op.chunk]:
                 return "a chunk's backwards are all whole or all split"
         elif (BackwardInput, op.mb, op.chunk) not in self.ran:
-            return "no backward has put off what it computes"
+            return "no backward has deferred these weight gradients"
         if op.last != (before == counts[type(op), op.chunk] - 1):
             return "`last` belongs on the chunk's last backward and only there"
         return ""

@@ -75,20 +75,20 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("config", nargs="+", metavar="CONFIG", help="YAML files and section.key=value, as the trainer takes them")
     add("--world", type=positive(int), required=True, help="GPUs in all")
-    add("--device", required=True, help="of the table of devices: h100, h200, a100, ...")
-    add("--fabric", help="of the same table (default: the device's usual one)")
+    add("--device", required=True, help="GPU in the table of devices: h100, h200, a100, ...")
+    add("--fabric", help="network in the same table (default: the device's usual one)")
     add("--software", choices=SOFTWARE, default="minitron", help="whose kernels and overlap (default: minitron)")
     add("--devices", type=Path, default=DEVICES, metavar="FILE", help="the table (default: planner/devices.json)")
-    add("--tokens", type=positive(float), default=TOKENS, help="of a whole training (default: %(default)g)")
+    add("--tokens", type=positive(float), default=TOKENS, help="tokens of the whole training (default: %(default)g)")
     add("--json", action="store_true", help="print one object instead of a table")
     add("--search", action="store_true", help="rank all layouts")
     add("--count", type=positive(int), default=5, help="layouts that --search shows (default: 5)")
     add("--draw", type=Path, metavar="FOLDER", help="write pictures there: timeline, memory, time, scaling, cost")
     add("--sweep", type=_values, action="append", metavar="KEY=V,V", help="plan each value; KEY is world or a key")
     add("--mtbf-hours", type=positive(float), help="mean time between failures of the job; adds their cost")
-    add("--recovery-seconds", type=positive(float), help="from a failure to the first new step")
-    add("--save-cost-seconds", type=positive(float), help="that training loses to a save")
-    add("--save-seconds", type=positive(float), help="until a save is whole")
+    add("--recovery-seconds", type=positive(float), help="seconds from a failure to the first new step")
+    add("--save-cost-seconds", type=positive(float), help="seconds of training lost per save")
+    add("--save-seconds", type=positive(float), help="seconds until a save is complete")
     o = parser.parse_intermixed_args(argv)
     more = [name for name in SOURCES if getattr(o, name) is not None]
     if more and o.mtbf_hours is None:
@@ -103,7 +103,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def _values(text: str) -> tuple[str, list[str]]:
     key, equals, values = text.partition("=")
     if not equals or not all(values.split(",")):
-        raise argparse.ArgumentTypeError(f"{text} is no KEY=VALUE,VALUE; as in world=512,1024")
+        raise argparse.ArgumentTypeError(f"{text} is not KEY=VALUE,VALUE; as in world=512,1024")
     return key, values.split(",")
 
 
@@ -249,8 +249,8 @@ def failure_report(job: Plan, o: argparse.Namespace) -> list[str]:
     head = f"failures every {o.mtbf_hours:g} h: {100 * found['goodput']:.2f} % of the time counts, {days}"
     lines = [
         head + f" for {o.tokens:g} tokens",
-        f"  best interval {hard.interval:8.1f} s   checkpoint.every={found['interval_steps']}, or auto with "
-        f"checkpoint.mtbf_hours={o.mtbf_hours:g}, which measures",
+        f"  best interval {hard.interval:8.1f} s   checkpoint.every={found['interval_steps']}, or auto, which measures "
+        f"the cost of saves, with checkpoint.mtbf_hours={o.mtbf_hours:g}",
     ]
     if isinstance(every, int) and every:
         seconds = every * job.step_seconds

@@ -1,10 +1,10 @@
-"""What a training costs, for `tools/plan.py`: GPU-hours and days, with the range that the planner's errors justify.
+"""The cost of a training, for `tools/plan.py`: GPU-hours and days, with the planner's error range.
 
 A buyer needs to know how far a plan may be off. benchmarks/results/calibration.md has runs that no constant was fitted
-to, and calibration.json beside it their measured over predicted seconds. The range is the middle four fifths of those
-on the plan's GPU: one run in ten was faster than that, one in ten slower. It also holds the plan itself, since most
-runs on one kind of GPU may be slower than planned. Evaluation is not counted. Failures and checkpoints are if
-`--mtbf-hours` gives the mean time between failures.
+to, and calibration.json beside it their measured over predicted seconds. The range is from the 10th to the 90th
+percentile of the runs on the plan's GPU, widened to include the plan itself, since most runs on one kind of GPU may be
+slower than planned. Evaluation is not counted. Failures and checkpoints are counted if `--mtbf-hours` gives the mean
+time between failures.
 """
 
 from __future__ import annotations
@@ -22,15 +22,12 @@ from minitron.planner.plan import Plan
 from minitron.planner.style import BLUE, tint
 
 CALIBRATION = ROOT / "benchmarks" / "results" / "calibration.json"
-LEAST = 0.01  # of the time must count, or the job never ends: it has hardly one save between failures
-FEWEST = 5  # rows of one GPU that make a range; with fewer those of all GPUs do
+LEAST = 0.01  # the smallest goodput; below it the job is reported as endless
+FEWEST = 5  # runs needed for a range of one GPU kind; with fewer, the runs of all kinds are used
 
 
 class Range(NamedTuple):
-    """Measured over predicted seconds: of the runs that it was taken from one in ten was below, one in ten above.
-
-    It holds 1, the plan itself.
-    """
+    """Measured over predicted seconds: the 10th and the 90th percentile of `rows` runs, widened to include 1."""
 
     low: float
     high: float
@@ -43,13 +40,13 @@ class Cost(NamedTuple):
 
 
 def cost(job: Plan, tokens: float, goodput: float = 1.0) -> Cost:
-    """Count what it takes to train on so many tokens. goodput: share of the time that is steps; below LEAST endless."""
+    """Count days and GPU-hours for these tokens. goodput: share of the time that is steps; below LEAST endless."""
     hours = tokens / job.tokens_per_second / 3600 / goodput if goodput >= LEAST else inf
     return Cost(hours / 24, hours * job.world)
 
 
 def error_range(gpu: str, path: Path = CALIBRATION) -> Range | None:
-    """Read how far predictions for this GPU were off; None without a file of enough held-out runs."""
+    """Read the error range of predictions for this GPU; None without a file of enough held-out runs."""
     by_gpu = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     ratios = by_gpu.get(gpu.lower(), [])
     if len(ratios) < FEWEST:
@@ -68,7 +65,7 @@ def cost_line(job: Plan, tokens: float, goodput: float) -> str:
         return text
     low, high, rows = off
     between = f"{hours * low:,.0f} to {hours * high:,.0f}, or {days * low:,.1f} to {days * high:,.1f} days"
-    return f"{text}; {between}, as far as {rows} runs of calibration.md were off"
+    return f"{text}; {between}, the error range of {rows} measured runs (calibration.md)"
 
 
 @style.styled
@@ -84,7 +81,7 @@ def curves(plans: list[Plan], tokens: float, goodput: Callable[[Plan], float]):
         axis.plot(worlds, values, "o-", ms=4, color=BLUE, label="planned")
         if off is not None:
             band = [[value * ratio for value in values] for ratio in (off.low, off.high)]
-            axis.fill_between(worlds, *band, color=tint(BLUE, 0.3), lw=0, label=f"as far as {off.rows} runs were off")
+            axis.fill_between(worlds, *band, color=tint(BLUE, 0.3), lw=0, label=f"error range of {off.rows} runs")
         axis.set(xscale="log", xlabel="GPUs", ylabel=name, title=f"{name} for {tokens:g} tokens{failing}")
         if not plans:
             axis.text(0.5, 0.5, "no end at any size", transform=axis.transAxes, ha="center")

@@ -4,16 +4,16 @@
     python tools/draw_pipeline.py --pp 4 --microbatches 16 --backward 3 --transfer 0.1 --svg schedule.svg
     python tools/draw_pipeline.py --pp 4 --microbatches 8 --schedule zb-h1 --weight 0.9
 
-Times are in seconds for one microbatch through one chunk.  One row is a rank, one column a slice of time.  3a is the
+Times are in seconds for one microbatch through one chunk. One row is a rank, one column a slice of time.  3a is the
 forward of microbatch 3 through the rank's first chunk, 3A its backward; dashes carry an operation on, dots are idle:
 
     0 0a1a....0A--..1A--        pp = 2, two microbatches, forward 1 s, backward 2 s
     1 ..0a0A--1a1A--....
 
 Of a split backward 3A is the gradient of the input and 3w are those of the weights, which are part of --backward.
-Text is as wide as the terminal, the SVG as a page: of a long step they show the warm-up and a window of the steady
-part.  In the SVG forwards are blue, backwards orange, or gold and green where they are split; later chunks darker,
-idle time hatched.  Needs no torch and no GPU.
+Text is as wide as the terminal, the SVG as a page. Of a longer step they show the warm-up and a window of the steady
+part. In the SVG forwards are blue, backwards orange, or gold and green where they are split; later chunks darker,
+idle time hatched. Needs no torch and no GPU.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ from minitron.planner.simulate import Timeline, simulate
 from minitron.planner.walk import Event
 
 WIDTH, NARROWEST = 120, 40  # columns of text: without a terminal, and in any
-MOST = 1e6  # of the shortest operation in a step: where durations differ more than this there is little to see
+MOST = 1e6  # a step is at most this many of its shortest operations: beyond that a drawing shows little
 LEFT, TOP, ROW, GAP = 44, 58, 13, 2  # points: left of the plot, above it, a row's height, space between rows
 PLOT = 72 * style.WIDTH - LEFT - 12
 DIGIT = 0.65 * style.SMALL
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> None:
 def peak_activations(schedule: Schedule, layers: Sequence[int] | None = None) -> tuple[int, ...]:
     """Count for each rank the most chunk activations alive at once: forwards minus whole backwards.
 
-    layers: of each stage; then the activations of a chunk count as many.
+    layers: those of each stage; then a chunk's activations count once per layer.
     """
     change, pp = {Forward: 1, Backward: -1, BackwardWeight: -1}, schedule.pp
     counts = layers or [1] * pp * schedule.vp

@@ -5,23 +5,23 @@ device, each measured alone (`benchmarks/ceilings.py --device-file`), and one fo
 
     product      operations / rate + bytes / copy rate * `unhidden`; a weight gradient's rate is `weight_grad` of that:
                  its operands are transposed. A product with fewer tiles than the GPU has processors leaves some idle
-    attention    operations / (rate * keys / (keys + half_keys)): short sequences fill the kernel less; head dims
-                 between 64, 128 and 256 cost what the next of these does. cuDNN's rate, or flash attention 2's
+    attention    operations / (rate * keys / (keys + half_keys)): short sequences fill the kernel less. A head dim is
+                 rounded up to 64, 128 or 256. The rate is cuDNN's, or flash attention 2's
     pointwise    bytes read and written / (copy rate * `pointwise`)
     collective   bytes * (P - 1) / P / bus + latency of the hops; the bus is the slowest link that the ring crosses
-    copy         bytes / copy engines' rate + a barrier, between GPUs of a node that see each other's memory
+    copy         bytes / copy engines' rate + a barrier, between GPUs of a node that read each other's memory
 
     A weight gradient [n, k] += dy^T x also reads and writes 8 n k bytes of float32, 2e-12 n k seconds at 4 TB/s; with
     m = 2048 rows its 4096 n k operations take 6e-12 n k at 700 TFLOP/s. That is why short sequences train slower.
 
-That a last wave of tiles fills the GPU in part is not counted: where power is the limit the others run faster for it.
-In a step kernels run a little slower than alone, by heat, gaps and what runs beside them: `in_step` is that share.
+The partly filled last wave of tiles is ignored: if power is the limit, the other waves run faster. In a step kernels
+run a little slower than alone, because of heat, gaps and concurrent kernels: `in_step` is that share.
 GPUs of one kind differ, and a step waits for the slowest. Their speeds vary by `spread`, a standard deviation. The
 slowest of n is slower by the expected largest of n normal numbers: 2.6 deviations for 128, 4.0 for 16,384.
 Ranks of a ring that share a node share its network cards: each has cards / GPUs of one. Nodes are in pods. From pod to
 pod, the uplinks carry the share `uplinks` of what the cards of a pod could send, and the rings that leave a pod share
-them. A ring enters and leaves a pod once and has the share of all its ranks inside. With 384 ranks of a ring in a pod,
-uplinks of 1/7 slow nothing; with 2, and for messages to the next pod, they do.
+them. A ring crosses a pod's uplinks once, and may use the uplink share of all its ranks in the pod. So a ring with many
+ranks per pod is not slowed; one with two is, and so are messages between stages.
 `devices.json` holds the constants with their sources. Left out: jobs of others on the same switches.
 """
 
@@ -46,21 +46,21 @@ class Device:
 
     gpu: str  # as CUDA names it: H100
     fabric: str  # the network that it usually has
-    memory_gib: float  # that CUDA reports
-    reserved_gib: MayBeZero  # of it outside of torch's allocator: context, NCCL
+    memory_gib: float  # as CUDA reports
+    reserved_gib: MayBeZero  # the part outside of torch's allocator: context, NCCL
     processors: int  # streaming multiprocessors
-    gemm_tflops: dict[str, float]  # bf16, fp8: of a product without its memory traffic
-    weight_grad: dict[str, float]  # share of it that weight gradients reach
+    gemm_tflops: dict[str, float]  # bf16, fp8: a product without its memory traffic
+    weight_grad: dict[str, float]  # share of that rate that weight gradients reach
     unhidden: MayBeZero  # share of a product's memory traffic that its arithmetic does not hide
-    attention_tflops: float  # forward and backward, of the pairs under the mask, for endless sequences
+    attention_tflops: float  # forward and backward, counting pairs under the mask, for endless sequences
     half_keys: MayBeZero  # keys at which attention reaches half of that
-    flash_tflops: float  # the same of flash attention 2, which uses no instructions newer than the A100's
+    flash_tflops: float  # the same for flash attention 2, which uses no instructions newer than the A100's
     flash_half_keys: MayBeZero
     copy_tb_s: float  # bytes read plus bytes written
-    pointwise: float  # share of it that fused pointwise kernels reach
-    in_step: float  # rate of kernels in a step over that alone
-    gap_seconds: MayBeZero  # from one kernel to the next, with what the shortest takes
-    launch_seconds: MayBeZero  # of the host, for a kernel or copy that it launches eagerly
+    pointwise: float  # share of that rate that fused pointwise kernels reach
+    in_step: float  # rate of kernels in a step over their rate alone
+    gap_seconds: MayBeZero  # from one kernel to the next, with the time of the shortest kernel
+    launch_seconds: MayBeZero  # the host's time for a kernel or copy that it launches eagerly
     spread: MayBeZero  # standard deviation of the speeds of GPUs of this kind, as a share
     source: str
 
@@ -70,30 +70,30 @@ class Fabric:
     """How GPUs are joined. Rates in GB/s in one direction, of collectives as NCCL's bus bandwidth counts."""
 
     gpus_per_node: int
-    cards_per_node: int  # of the network
-    nvlink_gb_s: float  # of a GPU, by NCCL
+    cards_per_node: int  # network cards
+    nvlink_gb_s: float  # per GPU, by NCCL
     nvlink_seconds: MayBeZero  # latency of a step of a ring
-    copy_gb_s: float  # of a GPU, by copy engines from another GPU's memory
-    barrier_seconds: MayBeZero  # of GPUs that do
-    network_gb_s: float  # of a card
+    copy_gb_s: float  # per GPU, by copy engines from another GPU's memory
+    barrier_seconds: MayBeZero  # between GPUs that copy
+    network_gb_s: float  # per card
     network_seconds: MayBeZero
-    gpus_per_pod: int  # among which the network is as fast as the cards
+    gpus_per_pod: int  # inside a pod the network is as fast as the cards
     uplinks: float  # from pod to pod: share of what the cards of a pod could send
-    felt: MayBeZero  # share of NCCL's time by which kernels beside it take longer: the multiprocessors that it takes
-    copy_felt: MayBeZero  # the same of copies in a node, of gradients and parameters
-    piece_felt: MayBeZero  # and of those of tensor parallelism, with barriers, sums and products in pieces
+    felt: MayBeZero  # share of NCCL's time by which concurrent kernels take longer: NCCL takes multiprocessors
+    copy_felt: MayBeZero  # the same for copies of gradients and parameters in a node
+    piece_felt: MayBeZero  # and for those of tensor parallelism, with barriers, sums and products in pieces
     source: str
 
 
 @dataclass(frozen=True)
 class Software:
-    """How a trainer does the same work. Its memory is taken to be minitron's."""
+    """How a trainer does the same work. Its memory is assumed to be minitron's."""
 
     name: str
     eager: bool = False  # the host launches every kernel, in every step; else only with train.cuda_graph=off
-    # Whether norms, residual sums, casts and adapters are kernels of their own, as Transformer Engine's and Megatron's.
+    # Whether norms, residual sums, casts and adapters are fused, unlike Transformer Engine's and Megatron's.
     fused: bool = True
-    # Pieces of a product whose operand or result travels: minitron's have the rows of 1, 1, 2, 4, ... ranks, those of
+    # Pieces of a product whose operand or result is sent: minitron's have the rows of 1, 1, 2, 4, ... ranks, those of
     # user buffers the rows of one rank each.
     ring: bool = False
 
@@ -120,7 +120,7 @@ def read_machines(path: Path = DEVICES) -> tuple[dict[str, Device], dict[str, Fa
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         needs = f"`devices` with {', '.join(f.name for f in fields(Device))}, and `fabrics`"
         fix = f"it needs {needs}; minitron/planner/devices.json is one"
-        raise ValueError(f"{path} is no table of devices ({error}); {fix}") from None
+        raise ValueError(f"{path} is not a table of devices ({error}); {fix}") from None
 
 
 def _check_numbers(one: Device | Fabric) -> None:
@@ -147,8 +147,8 @@ class Machine:
     ) -> float:
         """Time y [m, n] = x [m, k] W [k, n], or the gradient [n, k] += dy [n, m] x [m, k] of its weight.
 
-        grad_bytes: of an element of the gradient, which is read and written. pieces: of x, each of which reads all
-        of W, or adds to all of its gradient.
+        grad_bytes: bytes of an element of the gradient, which is read and written. pieces: the number of pieces of x;
+        each reads all of W, or adds to all of its gradient.
         """
         rows, columns = (n, k) if weight_grad else (m, n)
         d, item, kind = self.device, 1 if fp8 else 2, "fp8" if fp8 else "bf16"
@@ -204,7 +204,7 @@ class Machine:
         return max(1, f.gpus_per_pod // stride) * f.uplinks * self.network_gb_s
 
     def copy(self, num_bytes: float) -> float:
-        """Time what a GPU reads from others of its node, and the barrier before it."""
+        """Time the bytes that a GPU reads from others of its node, and the barrier before."""
         return num_bytes / (self.fabric.copy_gb_s * 1e9) + self.fabric.barrier_seconds
 
     def message(self, num_bytes: float, ranks: int, stride: int) -> float:
@@ -216,7 +216,7 @@ class Machine:
         return num_bytes / (rate * 1e9) + latency if ranks > 1 else 0.0
 
     def slowest(self, world: int) -> float:
-        """Return the share by which the slowest of `world` GPUs is expected to be slower than they are on average."""
+        """Return the share by which the slowest of `world` GPUs is expected to be slower than the average."""
         return self.device.spread * NormalDist().inv_cdf((world - 0.375) / (world + 0.25)) if world > 1 else 0.0
 
 

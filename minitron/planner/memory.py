@@ -12,10 +12,10 @@ operations. A block leaves, per token, in bf16:
     2 (n + g) d / tp   q and k before their norms, with model.qk_norm
     2 f / tp   the MLP's inner values (gated: 4 f), 2 f / tp its activation       FP8: casts, 1 byte    selective: none
 
-Llama-3 8B: 139 KB a token, at s 8192 1.1 GiB a block and microbatch. With `full` each block keeps one of the sums, and
-the block that is in its backward keeps all of this. The last stage's logits become their own gradient. With
-model.head_piece a forward leaves the stream's gradient in their place, and works with the logits of a piece. `working`
-is what an operation needs beside what was saved: gradients inside of a block, gathered inputs.
+For Llama-3 8B these are 139 KB a token, and at s 8192 1.1 GiB a block and microbatch. With `full` each block keeps one
+of the sums, and the block whose backward runs keeps all of this. The last stage's logits are overwritten by their
+gradient. With model.head_piece a forward leaves the gradient of the residual stream in their place, and needs the
+logits of one piece. `working` is what an operation needs in addition: gradients inside of a block, gathered inputs.
 
 A BackwardInput frees these, and keeps both matrices of each weight gradient until the BackwardWeight. They are the
 inputs of the four products and the gradients of their outputs:
@@ -26,14 +26,14 @@ With LoRA only adapters have gradients and states. A product with a frozen weigh
 reads it; then it is in bf16.
 
 A step that is recorded as CUDA graphs (pipeline/replay.py) needs more: 4 to 8 KiB in the driver for a kernel or copy.
-The pool of its activations also has more fragments than eager steps have. Evaluation reuses the buffers of
-a step's FP8 casts. None of this is part of the peak: if there is no room for a recording, the steps stay eager.
+The pool of its activations also has more fragments than eager steps have. Evaluation reuses the buffers of a step's FP8
+casts. None of this is part of the peak: if there is no room for a recording, the steps stay eager.
 
-Steps that count what casts lose (log.numerics_every) have a second recording. Their peak has the gradient of the MLP's
-inner values in bf16, which other steps cast at once, and what the comparison with the cast needs.
+Steps that count what casts lose (log.numerics_every) have a second recording. At their peak the gradient of the MLP's
+inner values exists in bf16. Other steps cast it at once. The comparison with the cast also needs temporaries.
 
 Sizes that the trainer has a name for come from config/sizes.py. What autograd keeps has none: these formulas follow
-kernels/, parallel/ and model/gpt.py, and tests hold them against what the trainer allocates. Left out: the padding of
+kernels/, parallel/ and model/gpt.py, and tests compare them with what the trainer allocates. Left out: the padding of
 buckets, fragments, and the start of a run, when one whole weight exists in float32: with LoRA on few tokens that can be
 the peak.
 """
@@ -49,11 +49,11 @@ from minitron.config.schema import Config
 from minitron.config.sizes import COLUMN_PARALLEL, ITEM, PERSISTENT, StateBytes
 from minitron.pipeline.schedule import Backward, BackwardInput, BackwardWeight, Forward, Operation, operations
 
-WORKSPACE_BYTES = 32 << 20  # of cuBLAS on Hopper, as torch takes it
-RECEIVED = 6  # tensors between stages that wait, at both ends of a rank
-NODE_BYTES = 8 << 10  # of a kernel or copy in a CUDA graph
-GRAPHS_OF_ONE_STAGE = 3  # with one pipeline stage: of the first microbatch, one in the middle, the last
-GRAPH_BYTES = 350 << 20  # what the pool of recorded steps leaves unused, as measured
+WORKSPACE_BYTES = 32 << 20  # cuBLAS's on Hopper, as torch sets it
+RECEIVED = 6  # received tensors held at once, both directions
+NODE_BYTES = 8 << 10  # a kernel or copy in a CUDA graph
+GRAPHS_OF_ONE_STAGE = 3  # with one pipeline stage: for the first microbatch, one in the middle, the last
+GRAPH_BYTES = 350 << 20  # unused memory in the pool of recorded steps
 PARTS = (*PERSISTENT, "activations", "working", "messages")
 _operations = lru_cache(256)(operations)
 
@@ -67,7 +67,7 @@ def data_levels(cfg: Config, shards: int, gpus_per_node: int) -> tuple[int, int]
 
 
 class Memory(StateBytes):
-    """Bytes on the ranks of a layout over `world` ranks; in a node of `gpus_per_node` they read each other's memory."""
+    """Bytes on the ranks of a layout over `world` ranks. The GPUs of a node read each other's memory."""
 
     def __init__(self, cfg: Config, world: int, *, gpus_per_node: int):
         super().__init__(cfg, world)
@@ -93,7 +93,7 @@ class Memory(StateBytes):
             return 0
         microbatches = self.microbatches if pp > 1 else min(self.microbatches, GRAPHS_OF_ONE_STAGE)
         nodes = sizes.NODES_PER_LAYER * microbatches * sum(len(self.layers[stage]) for stage in self.stages(rank))
-        more = nodes // 3 if t.eval_every else 0  # forwards alone
+        more = nodes // 3 if t.eval_every else 0  # only forwards
         if self.counts:
             more += nodes * (sizes.NODES_PER_LAYER + sizes.NODES_OF_COUNTS) // sizes.NODES_PER_LAYER
         nodes += more
@@ -153,8 +153,8 @@ class Memory(StateBytes):
         tokens = self.tokens if self.piece is None else min(self.piece, self.tokens)
         return tokens * self.cfg.model.padded_vocab_size // self.tp * ITEM
 
-    def _making(self, stage: int) -> int:
-        """Count the bytes that a forward of this stage needs at most in addition to what it leaves: a head's piece."""
+    def _forward_extra(self, stage: int) -> int:
+        """Count the most bytes that a forward of this stage needs beyond what it leaves: a piece of the head."""
         if self.piece is None or stage < len(self.layers) - 1:
             return 0
         row = self.cfg.model.hidden_size * ITEM
@@ -162,8 +162,8 @@ class Memory(StateBytes):
         whole = row * min(self.piece, self.tokens)  # dx of a piece; x of this piece and the next, gathered
         return self.logits + casts + row * self.rows + (3 if self.tp > 1 else 1) * whole + WORKSPACE_BYTES
 
-    def _working(self, stage: int) -> int:
-        """Count the bytes that a backward of this stage needs at most in addition to what was saved."""
+    def _backward_extra(self, stage: int) -> int:
+        """Count the most bytes that a backward of this stage needs beyond what was saved."""
         m, p, t = self.cfg.model, self.cfg.parallel, self.cfg.train
         h, f = m.hidden_size, m.ffn_hidden_size // self.tp
         gathered = h * ITEM * self.tokens if self.tp > 1 else 0
@@ -180,14 +180,14 @@ class Memory(StateBytes):
             side = t.seq_len // (p.cp if p.cp_style != "ulysses" else 1)
             block += (7 if m.attention_dropout else 4) * 4 * m.num_heads // self.tp * t.micro_batch_size * side**2
         if stage == len(self.layers) - 1:  # the head's own, or the block's once the logits are gone
-            casts = self.logits // (2 if self.frozen else 1) if self.fp8_head else 0  # of their gradient
+            casts = self.logits // (2 if self.frozen else 1) if self.fp8_head else 0  # casts of the logits' gradient
             if self.piece is not None:
                 gathered = casts = 0
             block = max(h * ITEM * (2 * self.rows) + gathered + casts, block - self._head())
         return block + WORKSPACE_BYTES + (sizes.FP8_WORKSPACE_BYTES if self.cfg.precision.fp8 != "none" else 0)
 
     def _messages(self, rank: int) -> int:
-        """Count the bytes of tensors between stages, of a node's shared buffers, and of gradients on their way."""
+        """Count the bytes of received tensors, of a node's shared buffers, and of gradients that are being reduced."""
         p, row = self.cfg.parallel, self.cfg.model.hidden_size * ITEM
         held = RECEIVED * row * self.rows if p.pp > 1 else 0
         if sizes.in_pieces(self.tp, p.sequence_parallel, p.overlap_tp) and self.tp <= self.gpus_per_node:
@@ -213,7 +213,7 @@ class Memory(StateBytes):
         return largest
 
     def _matrices(self, stage: int) -> Iterator[int]:
-        """Yield the elements of the matrices that are trained, in the order in which a backward ends with them."""
+        """Yield the elements of the trained matrices, in the order in which a backward completes their gradients."""
         m, last = self.cfg.model, len(self.layers) - 1
         if self.frozen:
             yield self.trained(stage)
@@ -227,16 +227,16 @@ class Memory(StateBytes):
             yield self.table
 
     def _at_peak(self, rank: int) -> tuple[int, int]:
-        """Return the bytes (saved, worked with) at the peak of the rank's operations."""
+        """Return the bytes (saved, working) at the peak of the rank's operations."""
         p, peak, some = self.cfg.parallel, (0, 0), self.microbatches
-        working, making = ([of(stage) for stage in self.stages(rank)] for of in (self._working, self._making))
+        forward, backward = ([of(i) for i in self.stages(rank)] for of in (self._forward_extra, self._backward_extra))
         if some % p.pp == 0:
             some = min(some, 2 * p.pp)  # the peak is in the first two groups: all later ones repeat them
         for op, before, after in self.activations(rank, _operations(p.pp, p.vp, some, rank, p.schedule)):
             if type(op) is Forward:
-                peak = max(peak, (after, making[op.chunk]), key=sum)
+                peak = max(peak, (after, forward[op.chunk]), key=sum)
             elif type(op) is not BackwardWeight:
-                peak = max(peak, (max(before, after), working[op.chunk]), key=sum)
+                peak = max(peak, (max(before, after), backward[op.chunk]), key=sum)
         return peak
 
     def activations(self, rank: int, order: Iterable[Operation]) -> Iterator[tuple[Operation, int, int]]:

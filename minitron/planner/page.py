@@ -36,8 +36,8 @@ PER_MICROBATCH = ("tp", "cp", "pp")  # axes along which each microbatch communic
 class Tour:
     """What was run. as_it_is: the trained ranks have the configuration's own sizes, so the page shows their traces.
 
-    real: traces of the trained ranks. dry: pipeline rank -> trace on the meta device, of `few_microbatches`. holds: of
-    each pipeline rank, what its first rank holds. proofs: by number format, what `tools.tour.compared` returns.
+    real: traces of the trained ranks. dry: pipeline rank -> trace on the meta device, of `few_microbatches`. holds: for
+    each pipeline rank, what its first rank holds. proofs: by number format, the results of `tools.tour.compared`.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Tour:
 
 
 def few_microbatches(cfg: Config, world: int) -> Config:
-    """Return the configuration with as few microbatches as show all that its schedule does."""
+    """Return the configuration with the fewest microbatches that still show every phase of its schedule."""
     p, dp = cfg.parallel, cfg.dp(world)
     count = min(cfg.num_microbatches(dp), max(2 * p.pp, 8 // p.pp * p.pp))
     train = dict(global_batch_size=count * cfg.train.micro_batch_size * dp)
@@ -223,7 +223,7 @@ def traffic(tour: Tour, trace: dict, per_node: int) -> list[dict]:
     times = tour.cfg.num_microbatches(tour.cfg.dp(tour.world)) / recorded
     rows: dict[tuple[str, str], dict] = {}
     for record in trace["records"]:
-        if record.action == "start" or record.kind == "recv":  # what is received another rank has put in
+        if record.action == "start" or record.kind == "recv":  # the sender counts it
             continue
         new = {"axis": record.axis, "kind": record.kind, "count": 0, "bytes": 0, "members": set()}
         row = rows.setdefault((record.axis, record.kind), new)
@@ -256,7 +256,7 @@ def action_text(action: Any) -> str:
 
 
 def memory(tour: Tour, per_node: int) -> dict:
-    """Return the bytes at the peak by part and pipeline rank: of a dry run, or else by the planner's formulas."""
+    """Return the bytes at the peak by part and pipeline rank: from a dry run, or else by the planner's formulas."""
     planned, rows = Memory(tour.cfg, tour.world, gpus_per_node=per_node), []
     for rank in range(tour.cfg.parallel.pp):
         trace = tour.dry.get(rank)
@@ -289,7 +289,7 @@ def judged(name: str, ok: bool | None, text: str) -> dict:
 def checks(cfg: Config, traces: list[dict], holders: list[dict]) -> list[dict]:
     """Compare what was recorded with the rules: each a row with `ok`, its name and what was found.
 
-    traces: of ranks that ran a step. holders: of ranks that report what they hold.
+    traces: those of ranks that ran a step. holders: those of ranks that report what they hold.
     """
     p, rows, own = cfg.parallel, [], recorded_schedule(cfg, traces)
 

@@ -28,15 +28,16 @@ from minitron.planner.simulate import Timeline, simulate
 from minitron.planner.walk import Meetings
 from minitron.planner.work import SecondsByPart, StageTime, document_tokens, total
 
-UPDATE_BYTES = 26  # that the update reads and writes per element: master, moments, parameter; and the gradient twice
+UPDATE_BYTES = 26  # read and written per element by the update: master, moments, parameter; and the gradient twice
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`seconds` of a step and `memory` in bytes, by part; both of one pipeline rank, the slowest and the fullest.
+    """The plan of a job.
 
-    sizes: the memory of all pipeline ranks. stays_eager: the job fits, but with its CUDA graphs it would not, so its
-    steps are eager, and so are `seconds`.
+    seconds: by part, of the slowest pipeline rank. memory: bytes by part, of the fullest one. sizes: the memory of all
+    pipeline ranks. stays_eager: the job fits, but with its CUDA graphs it would not, so its steps are eager, and
+    `seconds` are those of eager steps.
     """
 
     cfg: Config
@@ -59,7 +60,7 @@ class Plan:
 
     @property
     def mfu_percent(self) -> float | None:
-        """The share of the dense peak, as logs count it: all scores within documents, 2/3 where weights are frozen.
+        """The share of the dense peak, as in logs: all scores within documents, and 2/3 where weights are frozen.
 
         None if the device's peak is unknown.
         """
@@ -138,8 +139,11 @@ class Step:
         self.busy = self.microbatches * computing[self.slowest]  # seconds of a step
 
     def at_least(self) -> float:
-        """Bound the step's seconds from below, without the schedule: the slowest rank's work, the way to it and back,
-        and its update; the way back only where backwards are whole."""
+        """Bound the step's seconds from below, without the schedule.
+
+        Sum the slowest rank's work, its update, one forward through the stages before it, and with 1F1B one backward
+        through them.
+        """
         before = sum(self.forward[: self.slowest])
         if self.cfg.parallel.schedule == "1f1b":
             before += sum(self.backward[: self.slowest])
@@ -156,15 +160,15 @@ class Step:
     def update_seconds(self, rank: int) -> float:
         """Time the update: the norm, AdamW, and the FP8 casts of the new weights.
 
-        Megatron's gradients are set to zero before a step, to which its first microbatch is added; they are scaled, and
-        parameters copied from their masters, by kernels of their own.
+        Megatron sets gradients to zero before a step and adds the first microbatch to them. Separate kernels scale
+        them, and copy parameters from their masters.
         """
         memory, stages = self.memory, self.memory.stages(rank)
         casts = 0 if memory.frozen else 4 * memory.cast(rank)
         gradient = memory.slice_bytes if self.machine.software.fused else memory.grad_bytes
         moved = (UPDATE_BYTES + 2 * gradient) * sum(map(memory.trained, stages)) / memory.shards
-        if kept := sum(map(memory.kept, stages)):  # cast from masters, then transposed; of two reads one is a maximum's
-            read = 4 if self.cfg.precision.fp8 == "delayed" else 8
+        if kept := sum(map(memory.kept, stages)):  # the masters are cast to FP8 and the bytes transposed
+            read = 4 if self.cfg.precision.fp8 == "delayed" else 8  # current scaling also reads them for the amax
             moved, casts = moved + (read + 1 - ITEM) * kept / memory.shards, casts - 2 * kept
         if not self.machine.software.fused:
             trained = sum(map(memory.trained, stages))
@@ -191,7 +195,7 @@ class Step:
         return timeline.makespan + stragglers + self.data_parallel(timeline)[0] + self.update_seconds(self.slowest)
 
     def data_parallel(self, timeline: Timeline) -> tuple[float, float]:
-        """Return (exposed, hidden) seconds of gradients and parameters, of the rank that waits longest for them."""
+        """Return (exposed, hidden) seconds of reductions and gathers, for the rank that waits longest for them."""
         if self.memory.shards == 1:
             return 0.0, 0.0
         # chunk -> [start of its first forward, start and end of its last backward]
@@ -203,7 +207,7 @@ class Step:
         return max(self._data_rank(rank, chunks, timeline.makespan) for rank, chunks in enumerate(moments))
 
     def exposed_at_least(self) -> float:
-        """Bound what gradients and parameters add to the step: as if the schedule left them all the time they need."""
+        """Bound the exposed seconds of reductions and gathers: those of a schedule that leaves them all their time."""
         if self.memory.shards == 1:
             return 0.0
         chunks = dict.fromkeys(range(self.cfg.parallel.vp), [inf, 0.0, 0.0])
@@ -213,7 +217,7 @@ class Step:
         p, grad_bytes = self.cfg.parallel, self.memory.grad_bytes
         counts = {chunk: self.memory.trained(chunk * p.pp + rank) for chunk in chunks}
         local, nodes, sent = self.memory.shards, 1, grad_bytes
-        if self.machine.software.fused:  # others have a ring in the gradients' format
+        if self.machine.software.fused:  # other software has one ring in the gradients' format
             local, nodes = data_levels(self.cfg, local, self.machine.fabric.gpus_per_node)
             sent = grad_bytes if self.machine.inside(local, p.tp) else 4
         inside = partial(self.machine.collective, ranks=local, stride=p.tp)

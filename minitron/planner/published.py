@@ -15,7 +15,7 @@ PUBLISHED = Path(__file__).with_name("published.json")
 
 
 class PublishedStep(NamedTuple):
-    """One measured step. arguments: of minitron.pretrain. device, fabric: names in devices.json; None: the device's."""
+    """One measured step. arguments: minitron.pretrain's. device, fabric: names in devices.json; None: the device's."""
 
     name: str
     gpus: int

@@ -5,14 +5,14 @@ refines the bound of the layout whose bound is lowest, until no other layout can
 
     1. what a rank computes for a block       tp, cp and its style, micro batch, sequence parallel, schedule: seconds
                                               of all stages, over all ranks, if none ever waits
-    2. the pipeline: pp, vp, layers a stage   the rules of `rules.check`; the slowest rank, the way to it and back
+    2. the pipeline: pp, vp, layers a stage   the rules of `rules.check`; the bounds of `Family.member_at_least`
     3. recomputation, as little as fits,      memory, of the first pipeline rank, then of all
        and as leaves room for CUDA graphs
     4. the whole plan                         its schedule, simulated
 
-Stages are as equal as the trainer's default has them, or level: layers go one by one to the rank that computes least,
-beside the embedding and the head. The search counts why it rejected each layout.
-After the fastest come those that need less memory: each is the fastest that fits into less than the one before.
+Stages are as equal as by the trainer's default, or balanced: layers go one by one to the rank that computes least, with
+the embedding and the head counted. The search counts why it rejected each layout. After the fastest layouts come those
+that need less memory: each is the fastest that fits into less than the one before.
 
 The global batch and the number formats, and with them the result of training, stay.
 """
@@ -42,10 +42,10 @@ from minitron.planner.work import StageTime, total
 
 RECOMPUTE = ("none", "selective", "full")
 MICRO_BATCHES = (1, 2, 4, 8)
-LESS = 0.9  # of the memory of faster layouts, that a slower one must not need to be shown
-ENDS = 2  # layers that stages at the ends may have less, beside the embedding and the head
+MEMORY_STEP = 0.9  # a slower layout is shown if it needs less than this share of the memory of faster ones
+MAX_END_LAYERS = 2  # stages at the ends, with the embedding and the head, may have up to this many layers less
 SLOWER = 1.05  # times the fastest step, beyond which less memory is not worth showing
-NEAR = 1.02  # a bound may be so much below the step
+BOUND_SLACK = 1.02  # a step may be this factor above its bound
 TOO_LARGE = "too large: parameters, gradients and optimizer alone"
 TOO_MUCH = "too large: with activations, even recomputed"
 TOO_SLOW = "slower than those shown"
@@ -68,9 +68,9 @@ class Found:
 
 
 def search(cfg: Config, world: int, machine: Machine, count: int = 5, *, smaller: bool = True) -> Found:
-    """Find the `count` fastest layouts of `world` GPUs, those that need less memory, and what became of all others.
+    """Find the `count` fastest layouts of `world` GPUs, those that need less memory, and why others were rejected.
 
-    On a terminal a bar counts the layouts that were looked at.
+    On a terminal a bar counts the layouts that were evaluated.
     """
     with tqdm(desc="searching", unit=" layouts", leave=False, disable=None) as bar:
         return _Search(cfg, world, machine, count, smaller, bar).run()
@@ -80,8 +80,8 @@ def search(cfg: Config, world: int, machine: Machine, count: int = 5, *, smaller
 class Candidate:
     """A layout whose step takes at least `seconds`.
 
-    gib: its memory, and then it fits; None: not known yet. stays_eager: as Plan's, known with it. makes_room: it fits
-    with less recomputation, too, but then stays eager. extra: it recomputes more than it has to.
+    gib: its memory, set once it is known to fit; else None. stays_eager: as in Plan, set with gib. makes_room: it
+    recomputes more only so that CUDA graphs fit. extra: it recomputes more than it needs, to save memory.
     """
 
     seconds: float
@@ -94,8 +94,11 @@ class Candidate:
 
 
 class Costs(NamedTuple):
-    """Seconds of a microbatch, both ways. layers: all before each layer. least, most: a forward's share of a block's;
-    deferred: the share of weight gradients that a split backward puts off."""
+    """Seconds of a microbatch, forward and backward. layers: the sum over all layers before each one.
+
+    least, most: the smallest and largest share of a block's seconds that is its forward. deferred: the largest share
+    that is weight gradients which a split backward defers.
+    """
 
     layers: list[float]
     embedding: float
@@ -117,29 +120,31 @@ class Family:
 
     def _costs(self, recompute: str) -> Costs:
         work = StageTime(changed(self.cfg, train=dict(recompute=recompute)), self.machine)
-        m, apart = self.cfg.model, {False, work.split}
+        m, splits = self.cfg.model, {False, work.zero_bubble}
         in_fp8 = fp8_layers(self.cfg.precision, m.num_layers)
         kinds = {layer in in_fp8 for layer in range(m.num_layers)}
-        ways = {(fp8, split): work.block(fp8, split) for fp8 in kinds for split in apart}
-        block = {fp8: min(sum(map(total, ways[fp8, split])) for split in apart) for fp8 in kinds}
+        ways = {(fp8, split): work.block(fp8, split) for fp8 in kinds for split in splits}
+        block = {fp8: min(sum(map(total, ways[fp8, split])) for split in splits) for fp8 in kinds}
         layers = accumulate((block[layer in in_fp8] for layer in range(m.num_layers)), initial=0.0)
-        head = min(sum(map(total, work.head(split))) for split in apart)
+        head = min(sum(map(total, work.head(split))) for split in splits)
         shares = [total(f) / (total(f) + total(b)) for f, b in ways.values()]
         late = max(b["deferred"] / (total(f) + total(b)) for f, b in ways.values())
         return Costs(list(layers), sum(map(total, work.embedding())), head, min(shares), max(shares), late)
 
     def at_least(self) -> float:
-        """Bound the step of every member: all its work over all ranks, none of which ever waits."""
+        """Bound the step of every member: all its work divided by all ranks, without any waiting."""
         layers, embedding, head, *_ = self.costs("none")
         t, p = self.cfg.train, self.cfg.parallel
         return (layers[-1] + embedding + head) * t.global_batch_size * p.tp * p.cp / t.micro_batch_size / self.world
 
     def member_at_least(self, member: Config) -> float:
-        """Bound the step of one member, by the largest of three:
+        """Bound the step of one member, by the largest of three times:
 
-        the slowest rank's work, with the way to it and back; the way of the last microbatch through all stages and
-        back, after the others' forwards in the slowest stage; of one chunk a rank, the way to the first backward of
-        rank 0, which has held at most pp microbatches by then, and all that it has to do after that.
+        1. All work of the slowest rank. With 1F1B also one microbatch through the stages before it, and back.
+        2. With 1F1B: one microbatch through all stages and back, after the other forwards in the slowest stage but the
+           last one.
+        3. With vp = 1: rank 0's first backward waits for one microbatch through all other stages and back. Before it,
+           rank 0 can run at most pp forwards; the rest of its work follows.
         """
         costs = self.costs(member.train.recompute)
         layers, p, count = costs.layers, member.parallel, member.num_microbatches(member.dp(self.world))
@@ -155,8 +160,8 @@ class Family:
             bounds[0] += sum(stages[:slowest])
             bounds.append(sum(stages) + (count - 1) * costs.least * max(stages[:-1], default=0.0))
         if p.vp == 1:
-            way = (layers[-1] - first) * (1 - costs.deferred)
-            bounds.append(way + count * first - min(count, p.pp) * costs.most * first)
+            others = (layers[-1] - first) * (1 - costs.deferred)
+            bounds.append(others + count * first - min(count, p.pp) * costs.most * first)
         return max(bounds)
 
     def pipelines(self) -> Iterator[Config]:
@@ -180,29 +185,31 @@ def _ends(num_layers: int, pp: int, vp: int, counts: tuple[int, ...] | None) -> 
 
 @lru_cache(4096)
 def _interleaved(num_layers: int, pp: int) -> list[int]:
-    """List vp: 1, and where stages are equal but for up to ENDS layers, or two of each rank.
+    """List vp: 1, and those with equal stages except for up to MAX_END_LAYERS layers, or two of each rank.
 
     Others are left out: they are many, and none is much faster than the nearest of these.
     """
-    fits = (vp for vp in range(2, (num_layers + ENDS) // pp + 1) if num_layers >= pp * vp)
-    return [1, *(vp for vp in fits if -num_layers % (pp * vp) <= max(ENDS, 2 * pp))]
+    fits = (vp for vp in range(2, (num_layers + MAX_END_LAYERS) // pp + 1) if num_layers >= pp * vp)
+    return [1, *(vp for vp in fits if -num_layers % (pp * vp) <= max(MAX_END_LAYERS, 2 * pp))]
 
 
 @lru_cache(4096)
 def divisions(num_layers: int, pp: int, vp: int, embedding: float, head: float) -> list[tuple[int, ...] | None]:
-    """List ways to divide layers among stages, None for the default: level ones, with a first rank as it is or lighter.
+    """List ways to divide layers among stages: None for the default, balanced, and balanced with a lighter first rank.
 
-    embedding, head: what they cost, in layers.
+    embedding, head: their costs, in layers.
     """
     default = tuple(map(len, stage_layers(num_layers, pp, vp)))
-    found = dict.fromkeys(_level(num_layers, pp, vp, first, head) for first in (embedding, embedding + 1))
+    found = dict.fromkeys(_balanced(num_layers, pp, vp, first, head) for first in (embedding, embedding + 1))
     found.pop(default, None)
     return [None, *found] if pp > 1 else [None]
 
 
-def _level(num_layers: int, pp: int, vp: int, first: float, last: float) -> tuple[int, ...]:
-    """Give each layer to the rank that has least to do, there to the stage that has least; of equals to a later rank,
-    which holds fewer activations, and an earlier stage."""
+def _balanced(num_layers: int, pp: int, vp: int, first: float, last: float) -> tuple[int, ...]:
+    """Give each layer to the rank with the least load, and there to the stage with the least.
+
+    Of equal ranks the later one gets it, since it holds fewer activations; of equal stages the earlier one.
+    """
     counts = [1] * (pp * vp)
     extra = [first] + [0.0] * (pp * vp - 2) + [last]
     ranks = [(vp + sum(extra[rank::pp]), -rank) for rank in range(pp)]
@@ -216,7 +223,7 @@ def _level(num_layers: int, pp: int, vp: int, first: float, last: float) -> tupl
 
 
 def families(cfg: Config, world: int, machine: Machine) -> Iterator[Config]:
-    """List one configuration of each family, that of the given values first; pp is 1, or where it must be more, 2."""
+    """List one configuration of each family, that of the given values first. pp is 1, or 2 if it must be larger."""
     m, p = cfg.model, cfg.parallel
 
     styles = dict.fromkeys((p.cp_style, "ring", "allgather", "ulysses"))
@@ -236,7 +243,7 @@ def families(cfg: Config, world: int, machine: Machine) -> Iterator[Config]:
 
 
 def listed(cfg: Config) -> Config:
-    """The configuration as `Family.pipelines` lists it: None for stages that are the default's."""
+    """Return the configuration as in `Family.pipelines`: layers_per_stage is None if stages are the default's."""
     p = cfg.parallel
     default = tuple(map(len, stage_layers(cfg.model.num_layers, p.pp, p.vp)))
     return changed(cfg, parallel=dict(layers_per_stage=None)) if p.layers_per_stage == default else cfg
@@ -260,7 +267,7 @@ class _Search:
         self.world, self.machine, self.count, self.smaller = world, machine, count, smaller
         self.heap: list[tuple[float, int, Candidate]] = []  # by lower bound; numbers order equal ones
         self.timed: list[Candidate] = []  # fastest first; seconds are those of the whole step
-        self.fastest: list[Candidate] = []  # the same, without those that recompute more than they have to
+        self.fastest: list[Candidate] = []  # the same, without those that recompute more than they need
         self.others: list[tuple[Config, float]] = []
         self.reasons: Counter = Counter()
         self.same: set = set()
@@ -286,12 +293,12 @@ class _Search:
         self.reasons[TOO_SLOW] += sum(member != self.given for *_, family in closed for member in family.pipelines())
         best, smaller = self.fastest[: self.count], []
         for one in self.timed if self.smaller else ():
-            if not smaller or one.gib < LESS * smaller[-1].gib:
+            if not smaller or one.gib < MEMORY_STEP * smaller[-1].gib:
                 smaller.append(one)
         plans = {one: plan(one.cfg, self.world, self.machine) for one in (*best, *smaller)}
         self.others += [(one.cfg, one.seconds) for one in self.fastest if one not in plans]
         best, smaller = ([plans[one] for one in some] for some in (best, smaller))
-        # A layout that makes room by recomputing is one with the layout that stays eager.
+        # A layout that recomputes to make room for graphs counts as one with the layout that stays eager.
         shown, others = {_whole(job.cfg) for job in best}, []
         for cfg, seconds in sorted(self.others, key=itemgetter(1)):
             if _whole(cfg) not in shown:
@@ -308,14 +315,14 @@ class _Search:
         return max(most, SLOWER * self.fastest[0].seconds) if self.smaller else most
 
     def useful(self, candidate: Candidate, gib: float) -> bool:
-        """Return whether a layout of at least its seconds and so many GiB may be shown."""
+        """Return whether a layout of at least its seconds, and of this memory, may be shown."""
         seconds, fastest = candidate.seconds, self.fastest
         if not candidate.extra and (len(fastest) < self.count or seconds < fastest[self.count - 1].seconds):
             return True
         if not self.smaller or fastest and seconds > SLOWER * fastest[0].seconds:
             return False
-        faster = (one.gib for one in self.timed if one.seconds <= seconds * NEAR)
-        return gib < LESS * min(faster, default=inf)
+        faster = (one.gib for one in self.timed if one.seconds <= seconds * BOUND_SLACK)
+        return gib < MEMORY_STEP * min(faster, default=inf)
 
     def push(self, candidate: Candidate) -> None:
         self.numbers += 1
@@ -335,7 +342,7 @@ class _Search:
         broken: dict[int, str] = {}  # by pp, on which rules depend; not on the stages, which are made to keep them
         for member in family.pipelines():
             p = member.parallel
-            if member == self.given:  # looked at already
+            if member == self.given:  # it was evaluated first
                 continue
             if p.pp not in broken:
                 broken[p.pp] = self.broken(changed(member, parallel=dict(vp=1, layers_per_stage=None)))
@@ -388,7 +395,7 @@ class _Search:
             self.drop(candidate, reason)
 
     def lasting(self, cfg: Config, memory: Memory) -> int:
-        """Count the bytes that last on the first rank, which most keys do not change, once."""
+        """Count the lasting bytes on the first rank. They are cached, since most keys do not change them."""
         p = cfg.parallel
         key = p.tp, p.cp, p.pp, p.vp, p.layers_per_stage
         if key not in self.lasts:
@@ -396,7 +403,7 @@ class _Search:
         return self.lasts[key]
 
     def check_memory(self, candidate: Candidate) -> str:
-        """Find the candidate's memory, at first that of its first rank; return why it is rejected, "" if it is not."""
+        """Find the candidate's memory, first that of its first rank. Return why it is rejected, "" if it is not."""
         memory = Memory(candidate.cfg, self.world, gpus_per_node=self.machine.fabric.gpus_per_node)
         for measure, reason in (
             (lambda: self.lasting(candidate.cfg, memory), TOO_LARGE),

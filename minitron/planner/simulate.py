@@ -48,9 +48,8 @@ def simulate(
 ) -> Timeline:
     """Time a schedule that `check` passes, given the seconds of one microbatch in each stage and between two ranks.
 
-    weight_seconds: how much of the backward a BackwardWeight takes, where it is split; None: half of it. meets: what
-    `check` returns, if known. Raises ValueError if a duration is not positive, or if their number is not that of the
-    stages.
+    weight_seconds: the part of a split backward that a BackwardWeight takes; None: half of it. meets: the result of
+    `check`, if known. Raises ValueError if a duration is not positive, or if there is not one for each stage.
     """
     if not 0 <= transfer_seconds < float("inf"):
         raise ValueError(f"transfer_seconds={transfer_seconds} must not be negative or infinite; use 0 or more")

@@ -1,6 +1,6 @@
 """Walk a schedule: run the actions of all ranks side by side, each as early as it can start.
 
-A rank is what the executor is on a GPU, a compute stream and a communication stream:
+As in the executor on a GPU, a rank has a compute stream and a communication stream:
 1. an operation starts when the previous one on its rank has ended and its input has arrived;
 2. an Exchange starts when the operations before it in the list have ended and the rank's previous Exchange is over;
 3. a tensor moves when both ends have started their Exchange, and takes `transfer_seconds`;
@@ -42,10 +42,10 @@ def walk(
     *,
     blocking: bool = False,
 ) -> list[Streams]:
-    """Run every rank as far as it comes. The time is linear in the number of actions.
+    """Run every rank until it has finished or waits forever. The time is linear in the number of actions.
 
-    seconds: of each kind of operation, by global stage. meets: of `meetings`, if known. blocking: a rank waits at each
-    Exchange until that is over.
+    seconds: those of each kind of operation, by global stage. meets: the result of `meetings`, if known. blocking: a
+    rank waits at each Exchange until that is over.
     """
     pp = schedule.pp
     meets = meetings(schedule) if meets is None else meets
@@ -53,7 +53,7 @@ def walk(
         Streams(rank, actions, {kind: of[rank::pp] for kind, of in seconds.items()}, meets[rank], blocking)
         for rank, actions in enumerate(schedule.ranks)
     ]
-    waiting = dict.fromkeys(range(pp))  # ranks that may be able to go on, in order, each once
+    waiting = dict.fromkeys(range(pp))  # ranks that may be able to continue, in order, each once
     while waiting:
         rank = next(iter(waiting))
         del waiting[rank]
@@ -101,7 +101,7 @@ class Streams:
     seconds: Mapping[type[Operation], Sequence[float]]  # by chunk
     meets: Sequence[Sequence[tuple[int, int]]]
     blocking: bool
-    position: int = 0  # of the next action
+    position: int = 0  # the next action
     events: list[Event] = field(default_factory=list)
     posted: list[float] = field(default_factory=list)
     started: list[float] = field(default_factory=list)
@@ -112,7 +112,7 @@ class Streams:
         return self.position == len(self.actions) and len(self.over) == len(self.posted)
 
     def advance(self, ranks: Sequence[Streams], transfer_seconds: float) -> bool:
-        """Run as far as the other ranks allow. Return whether an Exchange has started, for which peers may wait."""
+        """Run until this rank waits for another. Return whether an Exchange has started: peers may wait for it."""
         before = len(self.started)
         self._compute()
         while self._communicate(ranks, transfer_seconds):
@@ -120,7 +120,7 @@ class Streams:
         return len(self.started) > before
 
     def _compute(self) -> None:
-        """Run actions up to one that waits for an Exchange which is not over."""
+        """Run actions up to the first that waits for an Exchange."""
         actions, over, now = self.actions, self.over, self.events[-1].end if self.events else 0.0
         while self.position < len(actions):
             action = actions[self.position]

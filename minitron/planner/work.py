@@ -1,4 +1,4 @@
-"""Seconds of one microbatch in one pipeline stage, forward and backward, by what they are spent on.
+"""Seconds of one microbatch in one pipeline stage, forward and backward, by part.
 
 The idea: a stage is a list of products, attention calls, passes over memory and messages at this rank's *local* sizes,
 and `minitron.planner.machine` has a formula for the seconds of each. Per block and token (h hidden, f ffn,
@@ -11,24 +11,24 @@ w = (n + 2 g) d the width of q, k, v, all divided by tp; s_ = s / tp with sequen
     tp messages   forward gather, scatter, gather, scatter; backward the same, and the two inputs gathered again
     cp messages   keys and values around the ring, twice, and their gradients
 
-What a tp message costs depends on how it meets the products (parallel/overlap.py):
+The cost of a tp message depends on its overlap with products (parallel/overlap.py):
 
-    in pieces     copies between GPUs of a node, of pieces of the operand or of the result of one product: the first
-                  copy waits for nothing, or the last product for no copy, and the rest hides as far as it is shorter;
-                  each piece reads the whole weight. The forward's four, and the gathers of dy
+    in pieces     copies between GPUs of a node, of pieces of the operand or of the result of one product. In a gather
+                  the first copy overlaps nothing; in a scatter the last copy overlaps nothing. Other copies are hidden
+                  as far as products last. Each piece reads the whole weight. The forward's four, and the gathers of dy
     beside        the whole message, beside a product that does not depend on it; the rest is exposed if it is longer
     alone         the forward's four, and the gathers of dy, between nodes; all messages without overlap
 
 Overlapped communication slows concurrent kernels: NCCL takes SMs, and copies bring barriers and sums. Kernels beside
 it take longer by a share of its time.
 
-`full` recomputation repeats the forward inside the backward, `selective` its norms and activations, or what Megatron
-means by it, attention. A split backward gathers dy once more, for its weight gradients, whose share of its seconds is
-`deferred`. LoRA leaves out the products for dW and what only they need, and adds an adapter's passes: x and y forward
-(y read and written), x twice, dx, and dy twice backward.
+`full` recomputation repeats the forward inside the backward. `selective` repeats norms and activations; with --software
+megatron it repeats the core of attention. A split backward gathers dy once more for its weight gradients. Their seconds
+are `deferred`. LoRA leaves out the products for dW and what only they need, and adds an adapter's passes: x and y
+forward (y read and written), x twice, dx, and dy twice backward.
 
-Host: a block's kernels and copies, times what launching one takes the host; with a recorded step nothing. A forward or
-backward is as long as the larger of both; what the GPU waits is `host`.
+Host: the launches of a block's kernels and copies; none in a recorded step. If they take longer than the kernels, the
+GPU waits, and this time is `host`.
 
 The lengths of documents that are kept apart are known from the data alone; here they are those of random documents.
 Left out: adapters' messages, r numbers a token.
@@ -42,7 +42,7 @@ from math import ceil, log2
 
 from minitron.config import sizes
 from minitron.config.schema import Config
-from minitron.config.sizes import COLUMN_PARALLEL, GRAD_BYTES, ITEM, MOCK_DOCUMENT, ROUNDED_ONCE
+from minitron.config.sizes import COLUMN_PARALLEL, GRAD_BYTES, ITEM, MAX_BF16_TERMS, MOCK_DOCUMENT
 from minitron.planner.machine import Machine
 
 SecondsByPart = Counter  # seconds by part: gemm, attention, pointwise, host, {tp,cp}_exposed, {tp,cp}_hidden
@@ -50,10 +50,10 @@ SecondsByPart = Counter  # seconds by part: gemm, attention, pointwise, host, {t
 # Time of kernels/fused_attention.py with dropout over that of attention without. It makes 7 products in place of 5 in
 # the backward, and draws the mask in three passes.
 FUSED_ATTENTION = 2.45
-# Documents in one call of it, without dropout, run at flash attention 2's rate for so many times their lengths.
+# Documents in one call of it, without dropout, run at flash attention 2's rate for this multiple of their lengths.
 PACKED_KEYS = 1.4
-# What dropout costs others, (forward, backward), by whether it is flash attention 2: cuDNN's forward is so fast that
-# drawing the mask takes as long.
+# The factor of dropout in other attention, (forward, backward), by whether it is flash attention 2: cuDNN's forward is
+# so fast that drawing the mask takes as long.
 DROPPED = {False: (2.1, 1.2), True: (1.15, 1.1)}
 # Kernels and copies of a block, forward and backward together, and the shares of both in the host's time.
 NODES, NODES_PER_DOUBLING, NODES_OF_MESSAGES, NODES_OF_FP8, NODES_OF_RING, NODES_OF_ADAPTER = 50, 44, 60, 14, 25, 8
@@ -66,7 +66,7 @@ HIDDEN = ("tp_hidden", "cp_hidden", "dp_hidden", "deferred")  # concurrent with 
 def document_tokens(cfg: Config) -> float:
     """Average the length of a token's document over all tokens: the sum of squared lengths in a sample over s.
 
-    Of random documents (data/mock.py): lengths uniform up to `data.document_length`, or geometric with a mean
+    The documents are random (data/mock.py): lengths are uniform up to `data.document_length`, or geometric with a mean
     of a quarter sample, cut at the sample's end.
     """
     s, longest = cfg.train.seq_len, cfg.data.document_length
@@ -101,7 +101,7 @@ class StageTime:
         fabric = machine.fabric  # user buffers' copies take no barrier between kernels
         self.overlap_slowdown = fabric.piece_felt if self.in_pieces and not machine.software.ring else fabric.felt
         self.fused, self.eager = machine.software.fused, machine.software.eager or t.cuda_graph == "off"
-        self.split = p.schedule == "zb-h1"
+        self.zero_bubble = p.schedule == "zb-h1"
         self.block = lru_cache(4)(self._block)
 
     def _pieces(self) -> list[float]:
@@ -114,27 +114,27 @@ class StageTime:
     def stage(self, layers: range, first: bool, last: bool) -> tuple[SecondsByPart, SecondsByPart]:
         """Time (forward, backward) of the blocks `layers`, with the embedding if `first` and the head if `last`."""
         in_fp8 = sizes.fp8_layers(self.cfg.precision, self.model.num_layers)
-        apart = self.split and not first
-        works = [self.block(layer in in_fp8, apart) for layer in layers]
+        split_backward = self.zero_bubble and not first
+        works = [self.block(layer in in_fp8, split_backward) for layer in layers]
         works += [self.embedding()] if first else []
-        works += [self.head(apart)] if last else []
+        works += [self.head(split_backward)] if last else []
         forward, backward = (sum(parts, SecondsByPart()) for parts in zip(*works))
         return forward, backward
 
     # ---- a block
 
-    def _block(self, fp8: bool, apart: bool = False) -> tuple[SecondsByPart, SecondsByPart]:
+    def _block(self, fp8: bool, split_backward: bool = False) -> tuple[SecondsByPart, SecondsByPart]:
         m, p = self.model, self.cfg.parallel
         forward, backward = SecondsByPart(), SecondsByPart()
         for layer, (k, n) in sizes.linear_sizes(m).items():
             n, k, message = (n // p.tp, k, "gather") if layer in COLUMN_PARALLEL else (n, k // p.tp, "scatter")
-            self._linear(n, k, message, fp8, apart, forward, backward)
+            self._linear(n, k, message, fp8, split_backward, forward, backward)
         for layer, adapter in self.adapters.items():
             x, y = (self.slice, self.tokens / p.tp) if layer in COLUMN_PARALLEL else (self.tokens / p.tp, self.slice)
             x, y = x * adapter.inputs * ITEM, y * adapter.outputs * ITEM
             forward["pointwise"] += self.machine.moved(x + 2 * y)
             backward["pointwise"] += self.machine.moved(3 * x + 2 * y)
-            if apart:
+            if split_backward:
                 backward["deferred"] += self.machine.moved(x + y)
         attend = self._attention(forward, backward)
         nodes = self._nodes(fp8)
@@ -176,7 +176,7 @@ class StageTime:
         k: int,
         message: str,
         fp8: bool,
-        apart: bool,
+        split_backward: bool,
         forward: SecondsByPart,
         backward: SecondsByPart,
         cut: int = 1,
@@ -186,44 +186,45 @@ class StageTime:
         cut: the pieces of the tokens in which all three are computed.
         """
         product, t, frozen, pieces = self.machine.product, self.tokens, self.frozen, max(cut, len(self.pieces))
-        apart = apart and not frozen
-        # In pieces are the forward's, and the products for dx that need what a message brings.
+        split_backward = split_backward and not frozen
+        # The forward's products run in pieces, and the products for dx that need a message.
         y = product(t, n, k, fp8=fp8, pieces=pieces)
-        dx = product(t, k, n, fp8=fp8, pieces=pieces if apart or message == "scatter" else cut)
+        dx = product(t, k, n, fp8=fp8, pieces=pieces if split_backward or message == "scatter" else cut)
         dw = 0.0 if frozen else product(t, n, k, fp8=fp8, weight_grad=True, grad_bytes=self.grad_bytes, pieces=cut)
         forward["gemm"] += y
         backward["gemm"] += dx
         weights = SecondsByPart(gemm=dw)
-        width = k if message == "gather" else n  # h: what crosses ranks is hidden-sized
+        width = k if message == "gather" else n  # h: messages have the hidden size
         cast = 1 if fp8 else ITEM
         split = self.cfg.parallel.sequence_parallel
         if message == "gather":
             if split:
-                self._with(forward, cast * width, y, gather=True)
+                self._add_needed(forward, cast * width, y, gather=True)
                 if not frozen:
-                    self._beside(weights, cast * width, dw if apart else dx)  # x again, beside dx or another dW
-            if apart:
-                self._with(backward, ITEM * width, dx, gather=False)
+                    # x is gathered again, beside dx or another dW.
+                    self._add_overlapped(weights, cast * width, dw if split_backward else dx)
+            if split_backward:
+                self._add_needed(backward, ITEM * width, dx, gather=False)
             else:
-                self._beside(backward, ITEM * width, dw)  # dx is scattered, or reduced, beside dW
+                self._add_overlapped(backward, ITEM * width, dw)  # dx is scattered, or reduced, beside dW
         else:
-            self._with(forward, ITEM * width, y, gather=False)
+            self._add_needed(forward, ITEM * width, y, gather=False)
             if split:
-                self._with(backward, cast * width, dx, gather=True)
-                if apart:
-                    self._beside(weights, cast * width, dw)
+                self._add_needed(backward, cast * width, dx, gather=True)
+                if split_backward:
+                    self._add_overlapped(weights, cast * width, dw)
         backward.update(weights)
-        if apart:
+        if split_backward:
             backward["deferred"] += total(weights)
 
-    def _with(self, parts: SecondsByPart, bytes_per_token: int, product_seconds: float, *, gather: bool) -> None:
+    def _add_needed(self, parts: SecondsByPart, bytes_per_token: int, product_seconds: float, *, gather: bool) -> None:
         """Add a message over tp that a product needs, or that needs the product: in pieces, or alone.
 
         A gather's pieces arrive one after another, the rank's own piece first and without a copy. Each is multiplied
         when it has arrived. A scatter's pieces are computed in the opposite order; each is sent when it is complete.
         """
         if not self.in_pieces:
-            return self._beside(parts, bytes_per_token, 0.0)
+            return self._add_overlapped(parts, bytes_per_token, 0.0)
         num_bytes = bytes_per_token * self.tokens
         shares = self.pieces if gather else self.pieces[::-1]
         own, copies, copied, done = 0 if gather else len(shares) - 1, 0.0, 0.0, 0.0
@@ -241,7 +242,7 @@ class StageTime:
         parts["tp_hidden"] += hidden
         parts["tp_exposed"] += copies - hidden
 
-    def _beside(self, parts: SecondsByPart, bytes_per_token: int, product_seconds: float) -> None:
+    def _add_overlapped(self, parts: SecondsByPart, bytes_per_token: int, product_seconds: float) -> None:
         """Add a message over tp beside a product that is independent of it; 0 seconds: there is none."""
         p = self.cfg.parallel
         num_bytes = bytes_per_token * self.tokens
@@ -262,12 +263,12 @@ class StageTime:
         share, kv = self.nd, self.w - self.nd
         pairs = t.micro_batch_size * t.seq_len * keys / 2 / p.cp
         ring = p.cp > 1 and p.cp_style != "ulysses"
-        length = keys / p.cp if ring else keys  # of a kernel's call
+        length = keys / p.cp if ring else keys  # in one call of a kernel
         one_way = 2 * share * pairs * 2
-        # kernels/attention.py gives documents to a kernel of its own, on a ring to flash, and dropout to the former
-        apart = self.fused and self.cfg.data.separates and not m.attention_dropout
-        packed = apart and not ring and m.attention in ("auto", "fused")
-        flash = m.attention in ("flash", "flash-attn") or packed or apart and m.attention == "auto"
+        # kernels/attention.py chooses `fused` for documents and for dropout, and flash for documents on a ring.
+        separate = self.fused and self.cfg.data.separates and not m.attention_dropout
+        packed = separate and not ring and m.attention in ("auto", "fused")
+        flash = m.attention in ("flash", "flash-attn") or packed or separate and m.attention == "auto"
         length *= PACKED_KEYS if packed else 1
         attend, back = (self.machine.attention(x * one_way, length, m.head_width, flash=flash) for x in (1, 2.5))
         if m.attention == "reference":
@@ -286,20 +287,20 @@ class StageTime:
             backward["cp_exposed"] += moved
             return attend
         hops, hop = p.cp - 1, self.machine.message(self.tokens * kv * ITEM, p.cp, p.tp)
-        sums = hop * (2 if self.fused and p.cp > ROUNDED_ONCE else 1)  # in float32; Transformer Engine's as keys are
+        sums = hop * (2 if self.fused and p.cp > MAX_BF16_TERMS else 1)  # in float32; Transformer Engine's in bf16
         for parts, kernels, step in ((forward, attend, hop), (backward, back, hop + sums)):
             hidden = min(step, kernels / p.cp) * (1 - self.machine.fabric.felt)
             parts["cp_hidden"] += hops * hidden
             parts["cp_exposed"] += hops * (step - hidden)
             parts["pointwise"] += self.machine.moved(hops * self.tokens * share * 3 * ITEM)
-        backward["cp_exposed"] += sums  # the last hop brings the gradients home
+        backward["cp_exposed"] += sums  # the last hop returns the gradients to their rank
         return attend
 
     def _unfused(self) -> tuple[float, float]:
         """Time attention that writes every score, (forward, backward): products of whole matrices, and passes.
 
-        `reference` keeps scores in float32: a mask, a softmax and what they read and write; Megatron's unfused
-        attention in bf16, with one kernel for scale, mask and softmax. Dropout reads and writes them once more.
+        `reference` keeps scores in float32 and has passes for the mask and for the softmax. Megatron's unfused
+        attention keeps them in bf16, with one kernel for scale, mask and softmax. Dropout reads and writes them again.
         """
         m, p, t = self.model, self.cfg.parallel, self.cfg.train
         side = t.seq_len // (p.cp if p.cp_style != "ulysses" else 1)
@@ -336,7 +337,7 @@ class StageTime:
             forward, backward = (x + 2 * h * ITEM * (t + rows) for x in (forward, backward))
         if not fp8:
             return forward, backward
-        # Read, rows written, and columns for a weight gradient; what is gathered gets its columns afterwards.
+        # A cast reads, writes rows, and writes columns for a weight gradient; gathered tensors get columns afterwards.
         written = 1 if self.frozen else 2
         cast = ITEM + written
         forward += cast * (2 * h * rows + nd * t)
@@ -352,8 +353,8 @@ class StageTime:
         """Count the bytes that Transformer Engine's and Megatron's kernels move beyond those of kernels/fused.py.
 
         Residual sums are not part of norms: a sum reads 2 and writes 1, a norm reads 1 and writes 1, backward 3 and 3.
-        q, k, v are split and joined by copies. In FP8 the activation is written in bf16 and cast by a kernel of its
-        own, as are its gradients; an adapter's input and its result are written out, scaled and added.
+        q, k, v are split and joined by copies. In FP8 the activation is written in bf16 and cast by a separate kernel,
+        as are its gradients; an adapter's input and its result are written out, scaled and added.
         """
         h, t, rows = self.model.hidden_size, self.tokens, self.slice
         forward, backward = 2 * h * ITEM * rows, 4 * h * ITEM * rows
@@ -370,7 +371,7 @@ class StageTime:
     # ---- the ends
 
     def embedding(self) -> tuple[SecondsByPart, SecondsByPart]:
-        """Time a look into the table; Megatron's gradient is one of all its rows, in bf16, added to the sum."""
+        """Time the lookup in the table. Megatron's gradient has all rows of it, in bf16, and is added to the sum."""
         m, tp = self.model, self.cfg.parallel.tp
         rows = m.hidden_size * self.tokens
         table = 0 if self.fused else m.padded_vocab_size // tp * m.hidden_size
@@ -381,18 +382,18 @@ class StageTime:
             return forward, SecondsByPart()
         return forward, SecondsByPart(pointwise=self.machine.moved(added), tp_exposed=message)
 
-    def head(self, apart: bool = False) -> tuple[SecondsByPart, SecondsByPart]:
+    def head(self, split_backward: bool = False) -> tuple[SecondsByPart, SecondsByPart]:
         """Time the final norm, the product with the vocabulary and the loss.
 
-        Transformer Engine's loss keeps a copy of the logits, in which the gradient is written. In pieces the forward
-        makes all gradients but the norm's.
+        Transformer Engine's loss keeps a copy of the logits, which the gradient overwrites. With model.head_piece the
+        forward makes all gradients except the norm's.
         """
         piece = self.cfg.model.head_piece
         h, v = self.model.hidden_size, self.model.padded_vocab_size // self.cfg.parallel.tp
         forward, backward = SecondsByPart(), SecondsByPart()
         fp8 = self.cfg.precision.fp8_head
         cut = 1 if piece is None else ceil(self.tokens / piece)
-        self._linear(v, h, "gather", fp8, apart and piece is None, forward, backward, cut)
+        self._linear(v, h, "gather", fp8, split_backward and piece is None, forward, backward, cut)
         kept = 0 if self.fused else v * self.tokens
         forward["pointwise"] += self.machine.moved((4 * h * self.slice + v * self.tokens + kept) * ITEM)
         backward["pointwise"] += self.machine.moved(2 * v * self.tokens * ITEM)

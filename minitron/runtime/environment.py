@@ -16,15 +16,15 @@ from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 
 DEFAULTS = {
-    # Segments that grow do not fragment; the second is for recorded steps (pipeline/replay.py): without it a recording
-    # keeps every message between pipeline stages to its end, since another stream has read it.
+    # expandable_segments avoids fragmentation. The second option lets a CUDA graph (pipeline/replay.py) reuse memory
+    # that another stream has read, such as messages between pipeline stages.
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,graph_capture_record_stream_reuse:True",
-    # NCCL would register the buffers of recorded collectives, which segments that grow do not allow.
+    # NCCL would register the buffers of recorded collectives, which expandable segments do not allow.
     "NCCL_GRAPH_REGISTER": "0",
 }
 CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}  # folders below `node_folder`
 
-OWN_FILES = 512  # what a rank opens: code, data, logs, checkpoints, connections to other ranks
+OWN_FILES = 512  # a rank's open files: code, data, logs, checkpoints, connections to other ranks
 STORE_FILES = 4  # connections of each rank to the store: rendezvous, stop, a report of a hang, NCCL's monitor
 
 

@@ -14,9 +14,10 @@
                      prints. A rank without messages has no log
       errors.log     alarms, errors that ended a rank, and Python's warnings, of all ranks. Without any there is no file
 
-A full or failing disk costs records and one warning, not the run. Each file takes whole records only: a part of a
-record that did not fit is cut off, and records continue once there is room. Each record of errors.log is one append,
-since ranks of other nodes write there, too (on an object store only the last writer's records remain).
+If a disk is full or fails, records are lost, one warning is written, and training continues. Each file takes whole
+records only: a part of a record that did not fit is cut off, and records continue once the disk has space. Each record
+of errors.log is one append, since ranks of other nodes write there, too (on an object store only the last writer's
+records remain).
 
 Every number arrives here reduced over the ranks, as a host float: any rank can print it, and none communicates or waits
 here. The name of a rate tells which FLOPs it counts, see `minitron.config.flops`: the line of `megatron` prints
@@ -57,10 +58,10 @@ RECENT = 20  # how many steps the summary covers
 class Log(AbstractContextManager):
     """The log of one rank of `world`. `close` it at the end, or use it as a context manager.
 
-    device_name: of the GPU; the MFU is a share of its peak. Unknown GPUs, CPUs and fp32 runs have no MFU.
+    device_name: the GPU's; the MFU is a share of its peak. Unknown GPUs, CPUs and fp32 runs have no MFU.
     metrics: on rank 0, metrics.jsonl. last_step: the last iteration of this process, if there is one.
-    Raises ValueError if log.dir or a sink cannot be written, or its package is not installed. A full or failing disk is
-    one warning: a run that restarts after a fault continues without these records.
+    Raises ValueError if log.dir or a sink cannot be written, or its package is not installed. A full or failing disk
+    gives one warning: a run that restarts after a fault continues without these records.
     """
 
     def __init__(self, cfg: Config, rank: int, world: int, device_name: str = "cpu"):
@@ -109,7 +110,7 @@ class Log(AbstractContextManager):
             self._since_line = []
 
     def evaluation(self, step: int, loss: float, seconds: float = 0.0) -> None:
-        """Record and print the mean loss on the validation data after `step`. seconds: of the evaluation.
+        """Record and print the mean loss on the validation data after `step`. seconds: how long the evaluation took.
 
         NeMo's line is a bar of steps. Without one, in an evaluation alone, the line is Megatron's.
         """
@@ -258,7 +259,7 @@ class Log(AbstractContextManager):
 
     @contextmanager
     def _opening(self, key: str) -> Iterator[None]:
-        """Open inside what a key of the log names. A full or failing disk costs a warning; a mistake closes the log."""
+        """Open the file or service of `log.<key>` inside. A failing disk gives a warning; a mistake closes the log."""
         try:
             yield
         except ValueError as error:
@@ -309,7 +310,7 @@ class Log(AbstractContextManager):
             self._write(self._rank_log, self._rank_log.write, record)
 
     def _write(self, sink: File | Sink, write: Callable[..., object], *record: object) -> None:
-        """Call write(*record) of a file or another sink. A full or failing disk costs a warning."""
+        """Call write(*record) of a file or another sink. A full or failing disk gives a warning."""
         try:
             write(*record)
         except OSError as error:
@@ -320,7 +321,7 @@ class Log(AbstractContextManager):
         if not self._warned and self.rank == 0:
             self._warned = True
             reason = (error.strerror or str(error)).lower()
-            rest = "training goes on, and records are missing in the logs until there is room"
+            rest = "training goes on, and records are missing in the logs until the disk has space"
             self._stderr(f"warning: {where} cannot be written: {reason}; {rest}")
 
 

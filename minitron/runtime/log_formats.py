@@ -32,7 +32,7 @@ class Iteration:
     counted tokens; grad_norm: before clipping; skipped: nothing was updated; nan: the loss is not finite.
     squared_lengths: sum over the documents of the global batch without padding, if they are kept apart (None: every
     sample is one document). padding: positions that only fill a sample. memory_gib: the GPU's peak. allocated_gib: what
-    stays allocated between steps. stall_seconds: of the step's time, how long it waited for a save.
+    stays allocated between steps. stall_seconds: the part of the step's time in which it waited for a save.
     """
 
     step: int
@@ -60,8 +60,8 @@ class Iteration:
 class Line:
     """The figures of an iteration line. iterations: the steps since the line before.
 
-    steps: of the whole run, of which this process has done `done` in `elapsed` seconds. tflops: per GPU, for each way
-    to count (full, causal, hardware). mfu: a fraction. val_loss: of the last evaluation. seq_len: tokens per sample.
+    steps: those of the whole run; this process has done `done` in `elapsed` seconds. tflops: per GPU, for each way to
+    count (full, causal, hardware). mfu: a fraction. val_loss: the last evaluation's. seq_len: tokens per sample.
     """
 
     iterations: tuple[Iteration, ...]

@@ -21,12 +21,13 @@ from minitron.runtime.log import Iteration, Log
 from minitron.runtime.observer import Observer, StepDone
 
 GIB = 2**30
-OF_STEP = "loss", "grad_norm", "skipped", "nan", "loss_scale"
-OF_RANKS = "squared_lengths", "padding", "memory_gib", "allocated_gib"  # sums over data ranks, and highest ranks
+STEP_FIGURES = "loss", "grad_norm", "skipped", "nan", "loss_scale"
+# The first two are summed over data ranks, the last two are maxima over the world.
+RANK_FIGURES = "squared_lengths", "padding", "memory_gib", "allocated_gib"
 
 
 class Meter(Observer):
-    """Logs the figures of each step, device tensors, one step late. Collective over the world.
+    """Logs the figures of each step, on a GPU one step late. Collective over the world.
 
     memory(): bytes of the GPU in use at the peak, and now. stalls(): begin and end of each wait since the last call.
     observers: get the figures of each step, after the log.
@@ -49,21 +50,22 @@ class Meter(Observer):
         self.last = DeviceTime(self.mesh.device)
 
     def after(self, done: StepDone) -> None:
-        """Begin to copy the figures of a step that may still run. Log those of the step before."""
+        """Begin to copy the figures of a step that may still run. On a CPU log them, else those of the step before."""
         self.mesh.activity.begin("figures")
         values = done.figures
         known: dict[str, Any] = {"step": done.step, "consumed_samples": done.consumed_samples, "lr": done.lr}
         known["batch_size"] = sum(len(batch.samples) for batch in done.batches) * self.mesh.dp.size
-        extra = torch.zeros(4, dtype=values.dtype, device=values.device)
+        extra = torch.zeros(len(RANK_FIGURES), dtype=values.dtype, device=values.device)
+        squared_lengths, padding, *memory = extra
         if done.batches[0].documents is None:
             known["squared_lengths"] = None
-        else:  # those of this data rank
-            extra[0].fill_(sum(batch.squared_lengths for batch in done.batches))
-            extra[1].fill_(sum(batch.padding for batch in done.batches))
+        else:
+            squared_lengths.fill_(sum(batch.squared_lengths for batch in done.batches))
+            padding.fill_(sum(batch.padding for batch in done.batches))
             all_reduce_(extra[:2], self.mesh.dp)
         if values.is_cuda:
-            for place, size in zip(extra[2:], self.memory()):
-                place.fill_(size / GIB)
+            for figure, num_bytes in zip(memory, self.memory()):
+                figure.fill_(num_bytes / GIB)
         else:
             known |= {"memory_gib": None, "allocated_gib": None}
         all_reduce_(extra[2:], self.mesh.world, op=dist.ReduceOp.MAX)
@@ -81,7 +83,7 @@ class Meter(Observer):
         (known, host, copied, stalls), self.waiting = self.waiting, None
         seconds, self.last = copied.seconds_since(self.last), copied
         stalled = min(seconds, sum(max(0.0, end.seconds_since(begin)) for begin, end in stalls))
-        figures = dict(zip(OF_STEP + OF_RANKS, host.tolist(), strict=True)) | known
+        figures = dict(zip(STEP_FIGURES + RANK_FIGURES, host.tolist(), strict=True)) | known
         it = Iteration(**figures, seconds=seconds, stall_seconds=stalled)
         self.log.iteration(it)
         for observer in self.observers:

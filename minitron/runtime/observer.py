@@ -5,8 +5,9 @@
         for observer in observers: observer.after(done)
     for observer in observers: observer.close()
 
-The first observer is the meter. Its `after` calls `on_figures` of all, with the figures of the step before.
-All ranks have the same observers in the same order, since most of them communicate. `train.train` has the order.
+The first observer is the meter. Its `after` calls `on_figures` of all: on a GPU with the figures of the step before, on
+a CPU with those of this step. All ranks have the same observers in the same order, since most of them communicate. See
+`train.train` for the order.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from minitron.runtime.log_formats import Iteration
 class StepDone(NamedTuple):
     """A step that the host has queued, and that the device may still run.
 
-    consumed_samples: by this step and all before. batches: of this rank. figures: loss, grad_norm, skipped, nan and the
-    loss scale that the step used, [5] float64 on the device, equal on all ranks.
+    consumed_samples: includes this step's. batches: this rank's. figures: loss, grad_norm, skipped, nan and the loss
+    scale that the step used, [5] float64 on the device, equal on all ranks.
     """
 
     step: int
@@ -41,7 +42,7 @@ class Observer:
         """Observe a step that has been queued. Must not wait for the device."""
 
     def on_figures(self, it: Iteration) -> None:
-        """Read the figures of a step, which come one step late. Equal on all ranks."""
+        """Read the figures of a step; on a GPU they come one step late. Equal on all ranks."""
 
     def close(self) -> None:
         """Finish what is under way after the last step."""

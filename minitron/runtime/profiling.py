@@ -14,7 +14,7 @@ after profile.end_step, only on profile.ranks:
 
 The host runs ahead of a GPU. So it waits for the device before the first and after the last of these steps, and nowhere
 else. The profile has all of their work and no other work. A loop that ends early, for example out of memory, leaves
-the profile up to there. A full disk costs the profile, not the run.
+the profile up to there. If the disk is full, the profile is lost and training continues.
 Left out: NVTX ranges of single operations, which would slow the measured steps.
 """
 

@@ -3,13 +3,13 @@
 Problem: when `torchrun --max-restarts` starts ranks again it keeps its store, and so the keys of the ranks that died.
 torch writes the same keys once more, but a rank that reads too early gets an old value (the address of a dead rank, an
 old NCCL id) and waits for that until the timeout (pytorch/pytorch#135712). torchrun's count of restarts does not help:
-each node has its own. The idea: ranks start only after all ranks of the start before have ended. So rank 0 numbers the
-starts, and answers the question of each rank with the number of the new one.
+each node has its own. The idea: ranks start only after all earlier ranks have ended. So rank 0 numbers the starts. Each
+other rank takes the next request number, and rank 0 writes the number of the start as the reply to each request.
 
-    rank 2   question 7                        reads answer 7: this is start 3    counts itself into start 3
-    rank 0   this is start 3, answers 1 to 7                                      until all are counted
+    rank 2   request 7                         reads reply 7: this is start 3    counts itself into start 3
+    rank 0   this is start 3, replies 1 to 7                                     until all are counted
 
-A reply to a rank that has died is harmless: every question has its own number.
+A reply to a rank that has died is harmless: every request has its own number.
 
 Any program that reaches the store's port can write to it. So our messages are signed, if the ranks share a secret.
 
@@ -37,14 +37,17 @@ from minitron.comm.activity import Activity, listed
 from minitron.runtime.signals import Listener
 from minitron.runtime.status import LOST, RanksLost
 
-NAME_SECONDS = 60.0  # a name service may take so long to learn the name of a node that has just started
-AGAIN = "the first error in all nodes' logs says why, or the kernel ended it (out of memory); start all ranks again"
+NAME_SECONDS = 60.0  # the name of a node that has just started may not resolve for this long
+AGAIN = (
+    "see the first error in the logs of all nodes; without one, the kernel may have killed a rank (out of memory); "
+    "start all ranks again"
+)
 
 
 class Signer:
     """Signs messages of the ranks by HMAC-SHA256; without a secret a message is its text alone.
 
-    place: the job, the round and the start that messages belong to. In another place a copy of one is not valid.
+    place: the job, the round and the start that messages belong to. A copied message is not valid in another place.
     report: called with one line for the first invalid message of each key.
     """
 
@@ -54,11 +57,11 @@ class Signer:
         self._reported: set[str] = set()
 
     def enter(self, part: str) -> None:
-        """Sign for this part of the place from now on."""
+        """Append a part to the place."""
         self._place += f"/{part}"
 
     def sign(self, key: str, text: str) -> str:
-        """Return the message that holds `text` at `key`; always the same one in this place."""
+        """Return the message that holds `text` at `key`; in one place equal texts give equal messages."""
         if not self._secret:
             return text
         signed = json.dumps([self._place, key, text]).encode()
@@ -144,8 +147,8 @@ def joined(
                 whole = dist.TCPStore(host, port, world, serves, timeout, wait_for_workers=False, multi_tenant=True)
                 activity.begin(f"{'not all ranks have' if rank == 0 else 'rank 0 has not'} come; {AGAIN}")
                 store = SignedStore(dist.PrefixStore("minitron", whole), signer)
-                start, drawn = _answer(store, world, 0.9 * seconds) if rank == 0 else _ask(store, rank)
-                signer.enter(f"{start}/{drawn}")
+                start, nonce = _reply(store, world, 0.9 * seconds) if rank == 0 else _request(store, rank)
+                signer.enter(f"{start}/{nonce}")
             activity.begin(f"the process groups were not made, most likely because another rank has died; {AGAIN}")
             yield dist.PrefixStore(f"start-{start}", whole), rank, world
     except (OSError, RuntimeError, UnicodeError) as error:
@@ -153,7 +156,10 @@ def joined(
 
 
 def connect(signer: Signer) -> SignedStore:
-    """Open another connection to the store of this start, since threads may wait in theirs; one rank: in memory."""
+    """Open a separate connection to this start's store, since other threads may block on theirs.
+
+    A run without process groups, on one rank, gets a store in memory.
+    """
     store = dist.distributed_c10d._get_default_store().clone() if dist.is_initialized() else dist.HashStore()
     return SignedStore(store, signer)
 
@@ -184,24 +190,25 @@ def _no_stderr_of_c() -> Iterator[None]:
             os.dup2(stream.fileno(), 2)
 
 
-def _ask(store: SignedStore, rank: int) -> tuple[int, str]:
-    while (answer := store.get(f"answer-{store.add('questions', 1)}")) is None:
+def _request(store: SignedStore, rank: int) -> tuple[int, str]:
+    """Return what rank 0 replies to a new request: the number of the start and its nonce."""
+    while (reply := store.get(f"reply-{store.add('requests', 1)}")) is None:
         sleep(0.01)
-    start, drawn = answer.split()
+    start, nonce = reply.split()
     store.append(f"arrived-{start}", str(rank))
-    return int(start), drawn
+    return int(start), nonce
 
 
-def _answer(store: SignedStore, world: int, seconds: float) -> tuple[int, str]:
-    """Return the number of the new start and a random text, which makes it another one than all before."""
-    start, drawn, answered, deadline = store.add("starts", 1), secrets.token_hex(8), 0, monotonic() + seconds
+def _reply(store: SignedStore, world: int, seconds: float) -> tuple[int, str]:
+    """Reply to requests until all ranks are counted. Return the number of the start and its unique nonce."""
+    start, nonce, replied, deadline = store.add("starts", 1), secrets.token_hex(8), 0, monotonic() + seconds
     store.append(f"arrived-{start}", "0")
     while len(arrived := set(map(int, store.lines(f"arrived-{start}")))) < world:
         if monotonic() > deadline:
             raise TimeoutError(f"{listed(sorted({*range(world)} - arrived))} of {world} missing")
-        asked = store.add("questions", 0)
-        for question in range(answered + 1, asked + 1):
-            store.set(f"answer-{question}", f"{start} {drawn}")
-        answered = asked
+        requests = store.add("requests", 0)
+        for request in range(replied + 1, requests + 1):
+            store.set(f"reply-{request}", f"{start} {nonce}")
+        replied = requests
         sleep(0.01)
-    return start, drawn
+    return start, nonce

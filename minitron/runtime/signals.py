@@ -1,7 +1,7 @@
 """Listen for signals, for the end of torchrun and for hangs, from a process's first moment to its last.
 
 Problem: Python runs the handler of a signal in the main thread, between two steps of its interpreter, and that thread
-may be in C for minutes: in a rendezvous, in a collective. A rank does not learn that its torchrun was killed
+may be in C for minutes: in a rendezvous, in a collective. A rank gets no signal when its torchrun is killed
 (`kill -9`): it trains on or waits forever, and keeps its GPU. The idea: a thread.
 
 1. The numbers of signals go to the thread through a socket (`signal.set_wakeup_fd`). They are blocked in all other
@@ -19,8 +19,9 @@ may be in C for minutes: in a rendezvous, in a collective. A rank does not learn
 torchrun ends with a page about the ranks that failed. A rank's last line is on that page, too, if the rank writes it to
 the file that torchrun has named (TORCHELASTIC_ERROR_FILE, in the format of torch's elastic ErrorHandler).
 
-SIGBUS comes from an instruction that uses a mapped file which has become shorter, or whose disk fails. A Python handler
-would run after that instruction, so never. The C library calls ours, which takes the interpreter's lock.
+SIGBUS comes from an instruction that uses a mapped file which has become shorter, or whose disk fails. Python would run
+its handler only after that instruction, which never completes. So the C library calls ours, which takes the
+interpreter's lock.
 
 A SIGINT that is ignored when the process starts, as in the background of a script, stays ignored.
 Left out: C code that holds the interpreter's lock forever, which stops this thread, too. Collectives release it.
@@ -45,16 +46,18 @@ from minitron.runtime.status import LOST
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 TICK_SECONDS = 1.0
-LINE_SECONDS = 5.0  # that a last line may take
-LATER_SECONDS = 60  # torchrun takes the earliest failure for the cause; one without a file is as old as its page
-SIGACTION, SA_SIGINFO, SI_ADDR = "P128xiP", 4, 16  # C's struct of 64-bit Linux; where siginfo_t has the address
+LINE_SECONDS = 5.0  # a last line may take this long
+# torchrun reports the failure with the earliest timestamp as the cause. So a rank that ends as a consequence writes a
+# later one. A failure without an error file has the time of torchrun's report.
+LATER_SECONDS = 60
+SIGACTION, SA_SIGINFO, SI_ADDR = "P128xiP", 4, 16  # struct sigaction, a flag, the offset of si_addr: 64-bit Linux
 
 
 class Listener:
     """Listens from `open` to the end of the process, or as a context manager. Needs no torch.
 
     kept: SIGUSR1 if it came before the training, else 0. torchrun: whether torchrun (or our supervisor) started this
-    process, as its `environ` tells. begun: the time when this listener was made.
+    process, by `environ`. begun: the time when this listener was made.
     """
 
     def __init__(self, environ: Mapping[str, str]):
@@ -129,13 +132,13 @@ class Listener:
     def tell_torchrun(self, why: str, status: int) -> None:
         """Write why this rank ends with `status`, for torchrun's page. "": nothing."""
         if why and self.error_file:
-            consequence = status == LOST or status > 128  # of another rank's end, or of torchrun's SIGTERM
+            consequence = status == LOST or status > 128  # another rank has ended, or torchrun sent SIGTERM
             when = str(int(time.time()) + LATER_SECONDS * consequence)
             with suppress(OSError):
                 write_json(self.error_file, {"message": {"message": why, "extraInfo": {"timestamp": when}}})
 
     def exit_within(self, seconds: float, status: int) -> None:
-        """End this process after so many seconds, in any state of its threads."""
+        """End this process after `seconds`, in any state of its threads."""
         end = threading.Timer(seconds, os._exit, [status])
         end.daemon = True
         end.start()
@@ -143,7 +146,7 @@ class Listener:
     def _bus_error(self, number: int, info: int, _: int) -> None:
         """Write a line that names the file. Then the instruction runs again, and the signal ends the process."""
         ctypes.CDLL(None).sigaction(number, self.before_bus_error, None)
-        address, found = ctypes.c_void_p.from_address(info + SI_ADDR).value, "memory of no file"
+        address, found = ctypes.c_void_p.from_address(info + SI_ADDR).value, "a file"
         with open("/proc/self/maps") as maps:
             for span, *_, path in (line.rstrip("\n").split(maxsplit=5) for line in maps if "/" in line):
                 begin, end = (int(part, 16) for part in span.split("-"))

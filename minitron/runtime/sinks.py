@@ -39,7 +39,7 @@ from minitron.config.installed import pip_install
 from minitron.config.schema import Config
 from minitron.config.text import to_yaml
 
-# A full or failing disk, a mount that is away for a moment, too many open files: no mistake of the user.
+# A full or failing disk, a mount that is away for a moment, too many open files: not a mistake of the user.
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE
 
 

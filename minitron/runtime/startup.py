@@ -3,7 +3,7 @@
     detect    from the last step that was recorded until the leader stopped the round (supervise/lead.py)
     end       until no rank was left, and until the leader had waited as long as it should
     start     until this rank's first line ran
-    import    until its modules were there: nothing, if an agent had imported them (supervise/agent.py)
+    import    until its modules were imported: 0 if an agent had imported them before (supervise/agent.py)
     build     data, the meeting of the ranks, model, optimizer
     load      the checkpoint
     prepare   the loader, and the host's memory for saves

@@ -1,4 +1,4 @@
-"""How a process ends: its exit status, which tells a cause from its consequences, and one line that gives the reason.
+"""How a process ends: its exit status, which separates a cause from its consequences, and one line with the reason.
 
     raised                                 ends in                     with
     ValueError: a mistake of the user      config.cli.user_errors      one line on stderr, status 1
@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from minitron.config.text import short
 
-HUNG = 124  # as of timeout(1)
+HUNG = 124  # as timeout(1)
 LOST = 125  # a collective failed, or the ranks could not meet: another rank or torchrun has died
 BROKEN = 17  # this rank's device computes wrong results, see optim/rerun.py: a restart leaves its node out
 TAKEN = 18  # another run saves in checkpoint.dir now, see checkpoint/directory.py: a restart would take it back
-REQUEUE = 75  # of a supervisor (EX_TEMPFAIL): the saves are good, but too few nodes are left to go on here
+REQUEUE = 75  # a supervisor's (EX_TEMPFAIL): the saves are good, but too few nodes are left to continue here
 MOST = 2000  # characters of a line
 
 

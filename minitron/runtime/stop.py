@@ -1,4 +1,4 @@
-"""End a run before its last step: on a signal, or when it does not learn any more.
+"""End a run before its last step: on a signal, or when too many updates in a row were skipped.
 
 **Signals.** A scheduler that wants its machines back sends SIGTERM (or SIGUSR1: Slurm's `--signal=USR1@120`) a minute
 or so before it ends the run; a user presses Ctrl+C (SIGINT). Saving is a collective: all ranks must save after the same
@@ -10,9 +10,9 @@ step. The idea:
    collective would be known only after the step.
 3. At the closed gate all ranks save and exit 0, after Ctrl+C 130 (under torchrun 0).
 
-    the store     "6"      "8"                                       "9 15"
-    rank 0           passes 7 and 8      at 8                                    at 9: stop, because of 15
-    rank 1                          at 7: reads 8   SIGTERM closes 9      at 8             at 9: stop
+    the store   "6"             "8"                                      "9 15"
+    rank 0        1: passes 7, 8              3: at 8                               6: at 9, stops for 15
+    rank 1                     2: at 7, reads "8"    4: SIGTERM closes 9    5: at 8                 7: at 9, stops
 
 Short steps pass several gates at once, so that ten thousand ranks do not all use the store in each step. This delays a
 stop by up to ADVANCE_SECONDS. The store alone decides, so the ranks' step times may differ.
@@ -50,14 +50,14 @@ from minitron.runtime.status import RunError
 from minitron.runtime.watch import OWN_PACE
 
 REPEAT_SECONDS = 5.0
-# After SIGTERM a rank may stand still for this long, or for two steps if these take longer.
+# After SIGTERM a rank may make no progress for this long, or for two steps if these take longer.
 PATIENCE_SECONDS = 10.0
-# Gates that are passed at once: those of the steps of this time. The bound is for a run whose steps get longer.
+# A rank passes the gates of ADVANCE_SECONDS of steps at once, but at most MOST_GATES: later steps may be slower.
 ADVANCE_SECONDS, MOST_GATES = 1.0, 100
 
 
 class Diverged(RunError):
-    """So many updates in a row were skipped that the run will not recover."""
+    """More updates in a row were skipped than a run recovers from (train.max_skipped)."""
 
 
 class StopGate:
@@ -65,7 +65,7 @@ class StopGate:
 
     "7": all ranks pass the gates up to 7, though some have not come to them yet; 8 is open. "8 15": gate 8 is closed
     because of signal 15. One atomic operation turns "7" into either a higher number or "8 15", so all ranks read the
-    same. A stranger may write an earlier value again, which each rank replaces by its own.
+    same. Another program may replay an earlier signed value. Ranks overwrite it with the newer one.
     """
 
     KEY = "gate"
@@ -102,8 +102,8 @@ class StopGate:
 class Stop(Observer):
     """Stops a run after a step: handles signals inside of `handling`, and counts skipped updates.
 
-    local_signal: the number of the first signal that this rank got. agreed: of the signal for which all ranks stop.
-    0: none.
+    local_signal: the number of the first signal that this rank got. agreed: the number of the signal for which all
+    ranks stop. Both are 0 if there is none.
     """
 
     def __init__(self, mesh: Mesh, log: Log, max_skipped: int, listener: Listener, signer: Signer = Signer()):
@@ -165,7 +165,7 @@ class Stop(Observer):
         if pressed_again or passed > REPEAT_SECONDS:
             self._exit(number, "a second time")
         self.local_signal = self.local_signal or number
-        with suppress(RuntimeError):  # the store is gone: the main thread finds that, too, and reports it
+        with suppress(RuntimeError):  # the store is gone: the main thread's next call fails, too, and reports it
             self.gate.close(self.local_signal)
 
     def _on_tick(self) -> None:

@@ -5,12 +5,13 @@ A GPU that throttles costs a thousand others a tenth of their time, and no figur
 idea: each rank measures the time in which it computes and waits for no other rank. The ranks of a pipeline stage, which
 do the same work, compare these times.
 
-    rank 0   [compute][wait......][compute][wait......]     own time:  8 + 7     A pass adds its end and subtracts its
-    rank 1   [compute.........][][compute.........][   ]              17 + 17    begin, and a wait in it the other way
-                                                                                 round, to one sum.
+    rank 0   [compute][wait......][compute][wait......]     own time:  8 + 7
+    rank 1   [compute.........][][compute.........][   ]              17 + 17
+
+The clock is subtracted when work begins or resumes, and added when it pauses or ends. The sum is the rank's own time.
 
     CPU    the host's clock, without the time in which Linux ran other programs
-    GPU    a kernel reads the GPU's clock and adds it to a word of its memory, in an eager step and in a replayed graph.
+    GPU    a kernel reads the GPU's clock and adds it to a word of its memory, in eager and in replayed steps.
            These kernels take microseconds. So where ranks wait often, with tp, cp or vp, one microbatch is timed: the
            last forward, which waits for no gathers of parameters, and the first backward, beside which no gradients are
            reduced. Overlapped products are not timed: their wait cannot be separated. In an eager step that the host
@@ -42,7 +43,7 @@ from minitron.config.schema import TrainConfig
 from minitron.runtime.log import Log
 from minitron.runtime.observer import LateCopy, Observer, StepDone
 
-STEPS = 20  # that are compared together
+STEPS = 20  # steps that are compared together
 SLOW_RATIO = 1.05  # times as long as the others
 CPU_SLOW_RATIO = 2.0  # on a busy machine: other programs use the caches and the other thread of a core
 
@@ -118,9 +119,9 @@ class Stragglers(Observer):
 def slower(times: np.ndarray, slow_ratio: float = SLOW_RATIO) -> tuple[np.ndarray, np.ndarray]:
     """Compare ranks with the same work. times: [steps, ranks] seconds.
 
-    Returns two figures for each rank. The first is the median of its times over the median of the others' times. The
-    second is whether it is surely slower. Then in 19 of 20 steps it took slow_ratio times as long as that median, and
-    in 19 of 20 steps longer than the median of the others.
+    Returns two figures for each rank. The first is its median time over the median of the others' median times. The
+    second is whether the rank is slow: its second-fastest step took more than slow_ratio times the others' median, and
+    longer than the median of the others' second-slowest steps.
     """
     medians, low, high = np.median(times, 0), *np.sort(times, 0)[[1, -2]]
     usual = median_of_others(medians)

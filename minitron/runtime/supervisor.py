@@ -1,4 +1,4 @@
-"""The name that python -m minitron.supervise had before; command lines keep working."""
+"""An alias of `python -m minitron.supervise`, for existing command lines."""
 
 import runpy
 

@@ -1,7 +1,7 @@
 """Report where a run hangs, and end it.
 
-Problem: one rank of a thousand stops: a lost disk, a driver, a branch that only it took. The others wait for it in a
-collective, silently, and with GPUs that look busy. The idea:
+Problem: one rank of a thousand stops: a lost disk, a driver, a branch that only this rank took. The others wait for it
+in a collective, without a message and with GPUs that look busy. The idea:
 
 1. Each rank has an `Activity`: step, schedule action, collective. The code of the step keeps it up to date, by a few
    attribute writes. Every `Axis` carries it, so collectives find it and it need not be a global.
@@ -11,9 +11,9 @@ collective, silently, and with GPUs that look busy. The idea:
    *device* is.
 4. A rank that hangs writes its activity to the store in which the ranks met, which needs no collective. The first one
    lists all. A rank that is missing there is dead, or in C code that holds the interpreter's lock (see `py-spy dump`).
-5. It ends by os._exit, which alone ends a process whose main thread is in C. Then torchrun ends the others.
+5. It ends by os._exit, since nothing else ends a process whose main thread is in C. Then torchrun ends the others.
 
-    where all ranks stand:
+    activity of all ranks:
       ranks 0, 1: step 3, Backward(mb=1, chunk=0, last=False), exchange over pp (8,192 bytes)
       rank 2: step 3, Forward(mb=1, chunk=0)                                        <- its report has the stack
       rank 3: step 3, Forward(mb=1, chunk=0), all-gather over tp (4,096 bytes)
@@ -37,13 +37,13 @@ import torch.distributed as dist
 from minitron.comm.activity import PeerLost, listed
 from minitron.comm.mesh import Mesh
 from minitron.runtime.log import Log
-from minitron.runtime.rendezvous import Signer, connect, first_line
+from minitron.runtime.rendezvous import AGAIN, Signer, connect, first_line
 from minitron.runtime.signals import Listener
 from minitron.runtime.status import HUNG, RanksLost
 
 # Actions that may take long without a fault of another rank. ("start" is not one: ranks meet there.)
 OWN_PACE = frozenset({"data", "datasets", "checkpoint", "load", "profile", "recording"})
-# Writing terabytes takes hours and is no hang, but a stuck disk must be reported, too. At the start the other ranks
+# Writing terabytes takes hours and is not a hang, but a stuck disk must be reported, too. At the start the other ranks
 # wait as long for the slowest one: "load" is a checkpoint, "datasets" are indices to build or to read.
 DISK_SECONDS, DISK = 6 * 3600.0, frozenset({"checkpoint", "load", "datasets"})
 
@@ -63,9 +63,8 @@ def watched(mesh: Mesh, log: Log, seconds: float, listener: Listener, signer: Si
             sleep(watch.grace)  # the report gives the reason; the process ends in this time
         log.current_traceback()
         raise RanksLost(
-            f"{mesh.coordinates()} failed in {mesh.activity}; most likely another rank has died: the first error says "
-            f"why, or the kernel ended it (out of memory); start all ranks again. On {socket.gethostname()} it was: "
-            f"{first_line(error)}. The traceback is in this rank's log"
+            f"{mesh.coordinates()} failed in {mesh.activity}; most likely another rank has died: {AGAIN}. "
+            f"On {socket.gethostname()} the error was: {first_line(error)}. The traceback is in this rank's log"
         ) from error
 
 
@@ -112,7 +111,7 @@ class _Watch:
                 place = store.get(key) if store.has(key := f"hang/{rank}") else None
                 places.setdefault(place or "no report", []).append(rank)
             lines = [f"  {listed(ranks)}: {place}" for place, ranks in places.items()]
-            self.log.alarm("\n".join(["where all ranks stand:", *lines]))
+            self.log.alarm("\n".join(["activity of all ranks:", *lines]))
 
 
 def unfinished_nccl(at_most: int = 4) -> list[str]:
@@ -128,7 +127,7 @@ def unfinished_nccl(at_most: int = 4) -> list[str]:
 def stacks() -> list[str]:
     """List the Python stack of the main thread and, on a GPU, of autograd's; without torch's own frames."""
     main = threading.main_thread().ident
-    others = {thread.ident for thread in threading.enumerate()} - {main}  # autograd's is none of Python's
+    others = {thread.ident for thread in threading.enumerate()} - {main}  # autograd's is not one of Python's
     lines = []
     for ident, frame in sys._current_frames().items():
         if ident not in others:

@@ -47,7 +47,7 @@ class Agent:
         self.group, self.wanted = 0, 0  # the ranks' process group; how many were started
         self.pending: list[int] = []  # signals that came before there was a group, or between two starts
         self.lock = threading.RLock()
-        self.ended: dict[str, int] = {}  # of this round: status by local rank, or "agent"
+        self.ended: dict[str, int] = {}  # this round's: status by local rank, or "agent"
         self.said: dict[str, str] = {}
 
     def open(self) -> None:
@@ -128,7 +128,7 @@ def main() -> None:
         except ModuleNotFoundError as error:
             if not f"{preload}.".startswith(f"{error.name}."):
                 raise
-            missing = f"--preload={preload} is no module here; correct it"
+            missing = f"--preload={preload} is not a module here; correct it"
         gc.freeze()  # no collection writes to pages that the ranks share
     while message := wire.recv(1 << 20):
         if missing:
@@ -149,7 +149,7 @@ def main() -> None:
             group, local[pid] = group or pid, rank
         send(wire, group=group)
         while local:
-            if select.select([wire], [], [], POLL_SECONDS)[0]:  # only its end can be read now: the supervisor has died
+            if select.select([wire], [], [], POLL_SECONDS)[0]:  # the wire is closed: the supervisor has died
                 return os.killpg(group, signal.SIGKILL)
             for pid in list(local):
                 ended, status = os.waitpid(pid, os.WNOHANG)

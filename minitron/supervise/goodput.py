@@ -35,16 +35,16 @@ from minitron.config.save_interval import duration
 from minitron.supervise.metrics import rows
 
 PARTS = ("training", "start", "load", "lost", "saves", "evaluation", "waiting", "other")
-FIRST_STEPS = 11  # of a start, in which kernels are compiled and steps are recorded (pipeline/replay.py)
+FIRST_STEPS = 11  # a start's first steps, in which kernels are compiled and steps are recorded (pipeline/replay.py)
 FIRST_TIMES = 2.0  # times the median: the time beyond the median of a first step that takes longer counts as start
 NEEDED = {"run": ("first_step",), "step": ("step", "step_seconds")}  # numbers in rows of these kinds
 OPTIONAL = "time", "started", "load_seconds", "stall_seconds", "seconds"  # numbers, where a row has them
-LARGEST = 1e15  # of these numbers
+LARGEST = 1e15  # the limit of these numbers
 
 
 class Goodput(NamedTuple):
-    """Where the time of a run went: seconds of each of PARTS. lost_steps: that ran again. skipped_rows: torn, or not of
-    a run."""
+    """The division of a run's time: seconds of each of PARTS. lost_steps: steps that ran again. skipped_rows: rows that
+    are torn, or not a run's."""
 
     seconds: dict[str, float]
     starts: int
@@ -73,8 +73,8 @@ class Goodput(NamedTuple):
 
 @dataclass
 class Attempt:
-    """One start of a run. seconds: by part. steps: (number, seconds without stalls). begun, end: the times when its
-    first step began, and of its last row."""
+    """One start of a run. seconds: by part. steps: (number, seconds without stalls). begun: when its first step began.
+    end: the time of its last row."""
 
     first_step: int
     started: float
@@ -92,9 +92,9 @@ def of_run(path: Path, last: dict) -> Goodput | None:
 
 
 def measure(rows: Iterable[dict]) -> Goodput | None:
-    """Find where the time of a run went from the rows of its metrics.jsonl, in their order.
+    """Divide the time of a run by the rows of its metrics.jsonl, in their order.
 
-    None if no row has the time of a start, as in files of versions whose rows had no times.
+    Returns None if no row has the time of a start.
     """
     attempts: list[Attempt] = []
     skipped = 0
@@ -123,7 +123,7 @@ def measure(rows: Iterable[dict]) -> Goodput | None:
 
 
 def is_ours(row: dict) -> bool:
-    """Return whether a run can have written this row: all that `measure` reads in it are numbers."""
+    """Return whether a run can have written this row: all values that `measure` reads are numbers."""
     kind = row.get("kind")
     if not isinstance(kind, str):
         return False
@@ -132,7 +132,7 @@ def is_ours(row: dict) -> bool:
 
 
 def _account(attempts: list[Attempt], skipped: int) -> Goodput:
-    """Divide the time of each start, the last one first, since a later start tells which steps were lost."""
+    """Divide the time of each start, the last one first, since a later start shows which steps were lost."""
     lost_steps, redone_from = 0, math.inf
     typical = median([s for attempt in attempts for _, s in attempt.steps] or [0.0])
     for attempt in reversed(attempts):

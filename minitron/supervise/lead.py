@@ -9,9 +9,10 @@ node can take over after any write.
     none    a node got a signal to stop                                     end    REQUEUE
             enough nodes have come, and all spares or SPARES_SECONDS        run
             too few have come after --gather-seconds                        end    REQUEUE
-    run     all ranks ended with 0: the job is done, or a node leaves and
-            too few remain                                                  end    0
-            all ranks ended with 0, a node leaves, and enough remain        stop
+    run     all ranks ended with 0, and a node leaves; none was told to
+            stop, and enough remain or --rejoin-seconds is set              stop
+            all ranks ended with 0 otherwise: the job is done, or stopped
+            with its saves complete                                         end    0
             a rank or an agent failed, a node is lost                       stop
     stop    a node got a signal to stop                                     end    REQUEUE
             a reason in `verdict`: to start again would not help            end    1
@@ -20,7 +21,7 @@ node can take over after any write.
 
 A node whose ranks were the cause twice in a row is left out if there is a spare. A node with a broken device or unfit
 GPUs (health.py) is left out for good. A node with a poor log.dir or clock is left out of a round only if there are
-enough others, since a full disk may be the same for all.
+enough others, since a full disk may affect all nodes.
 """
 
 from __future__ import annotations
@@ -46,16 +47,16 @@ from minitron.config.text import printable
 from minitron.runtime.sinks import File
 from minitron.runtime.status import BROKEN, HUNG, LOST, REQUEUE, TAKEN
 
-STUCK = "has ranks that SIGKILL does not end"  # why a node leaves that must not get another round
-SPARES_SECONDS = 10.0  # that the first round waits for spares
+STUCK = "has ranks that SIGKILL does not end"  # a node that leaves for this reason is excluded
+SPARES_SECONDS = 10.0  # the first round waits this long for spares
 SETTLE_SECONDS = 6.0  # ranks report a hang up to five seconds apart; the rank that never reports is the one that hangs
-# The ends of ranks by status, with their order: the cause of a round is the end with the lowest number. A node that
-# leaves has 0, a lost node 1, a signal 2, any other status 4.
+# The ends of ranks by status, with their order: the cause of a round is the end of the lowest order. A node that leaves
+# has the order 0, a lost node 1, a signal 2, any other status 4.
 ENDS = {BROKEN: (3, "has a broken device"), HUNG: (6, "hung"), LOST: (7, "lost its partners")}
 SIGNALS = {number.value: number.name for number in signal.Signals}
 SAME_STEP = 3  # failures after the same step that end a run
-CLOCK_SECONDS = 60.0  # by which clocks of nodes may differ
-TAIL_BYTES = 16 << 20  # of metrics.jsonl that hold the last step: rows with a number of each rank may follow it
+CLOCK_SECONDS = 60.0  # clocks of nodes may differ by this
+TAIL_BYTES = 16 << 20  # the end of metrics.jsonl that has the last step: rows with a number of each rank may follow it
 
 # A heartbeat and a round before the first start. supervisor.py describes their fields.
 IDLE = {"round": "", "state": "idle", "ended": {}, "said": {}, "leaving": "", "stopping": False}
@@ -72,15 +73,15 @@ ROUND |= {"nodes": [NODE], "parts": {str: float}, "failures": [(int | None, str 
 
 
 class Leader:
-    """Reads the files of all nodes; on the leading node it also writes the rounds."""
+    """Reads the files of all nodes. On the leading node it also writes the rounds."""
 
     def __init__(self, args: argparse.Namespace, folder: Path):
         self.args, self.folder = args, folder
         self.seen: dict[int, tuple[dict, float]] = {}  # the last heartbeat of each node, and when it was new
-        self.known: dict[str, dict] = {}  # by file, what was last read from it
-        self.skipped: Counter[str] = Counter()  # by file, how often it had another form
+        self.known: dict[str, dict] = {}  # the last good value of each file
+        self.skipped: Counter[str] = Counter()  # how often each file had another form
         self.looked = monotonic()
-        self.since: tuple[str, float] = "", self.looked  # what the leader waits for, and since when
+        self.since: tuple[str, float] = "", self.looked  # the event that the leader waits for, and since when
         self.reported: tuple | None = None  # the last round that was reported, and its status
 
     # ---- the files --------------------------------------------------------------------------------------------------
@@ -98,7 +99,7 @@ class Leader:
         except ValueError:
             pass
         except OSError as error:
-            if error.errno not in (errno.EISDIR, errno.EINVAL):  # a folder, a pipe: no disk that comes back
+            if error.errno not in (errno.EISDIR, errno.EINVAL):  # a folder or a pipe, not a disk that comes back
                 raise
         if matches(value, form):
             self.known[name] = value
@@ -110,7 +111,7 @@ class Leader:
         """Count something of another form in a file, and print a line the first time."""
         self.skipped[name] += 1
         if self.skipped[name] == 1:
-            self.say(f"{name} has something in it that is not minitron's: skipped")
+            self.say(f"{name} has content that is not minitron's: skipped")
 
     def round(self) -> dict:
         return self.read("round.json", ROUND) or START
@@ -155,7 +156,7 @@ class Leader:
         round_, total = self.round(), self.args.nodes + self.args.spares
         alive = {node: beat for node in range(total) if (beat := self.alive(node)) is not None}
         usable = [b for b in alive.values() if not b["leaving"] and b["host"] not in round_["excluded"]]
-        decide = {"none": self.gather, "run": self.train, "stop": self.restart}.get(round_["state"])
+        decide = {"none": self.wait_for_nodes, "run": self.during_run, "stop": self.after_stop}.get(round_["state"])
         after = None if decide is None else decide(round_, alive, usable)
         if after is not None:
             if more := [host for host in after["excluded"] if host not in round_["excluded"]]:
@@ -167,15 +168,15 @@ class Leader:
         return after or round_
 
     def waited(self, round_: dict, what: str) -> float:
-        """Return for how many seconds the leader has been waiting for this."""
+        """Return the seconds that the leader has been waiting for this event."""
         if self.since[0] != (key := f"{round_['number']} {what}"):
             self.since = key, monotonic()
         return monotonic() - self.since[1]
 
-    # These three are the table above. They return the round that follows, None if the present state lasts. alive: the
+    # These three are the table above. They return the next round, or None if the state does not change. alive: the
     # heartbeat of each live node. usable: heartbeats of the nodes that can take part in the next round.
 
-    def gather(self, round_: dict, alive: dict, usable: list) -> dict | None:
+    def wait_for_nodes(self, round_: dict, alive: dict, usable: list) -> dict | None:
         if stopping := [beat["host"] for beat in alive.values() if beat["stopping"]]:
             return self.end(round_, REQUEUE, f"{stopping[0]} got a signal to stop")
         if len(usable) < self.args.nodes:
@@ -185,7 +186,7 @@ class Leader:
         complete = len(usable) == self.args.nodes + self.args.spares
         return self.next(round_, usable) if complete or self.waited(round_, "spares") > SPARES_SECONDS else None
 
-    def train(self, round_: dict, alive: dict, usable: list) -> dict | None:
+    def during_run(self, round_: dict, alive: dict, usable: list) -> dict | None:
         members = [self.member(round_, node, alive) for node in round_["nodes"]]
         states = {beat["state"] for beat in members}
         statuses = {status for beat in members for status in beat["ended"].values()}
@@ -201,14 +202,14 @@ class Leader:
         detect = max(0.0, time.time() - row.stat().st_mtime) if row.exists() else 0.0
         return round_ | {"state": "stop", "stopped": time.time(), "parts": {"detect_seconds": round(detect, 2)}}
 
-    def restart(self, round_: dict, alive: dict, usable: list) -> dict | None:
+    def after_stop(self, round_: dict, alive: dict, usable: list) -> dict | None:
         members = [self.member(round_, node, alive) for node in round_["nodes"]]
         busy = any(beat["state"] in ("running", "failed") for beat in members)
         if busy or any(beat["looked"] != round_["key"] for beat in usable):
             return None
         status, host, cause = (0, None, round_["left"]) if round_["left"] else self.cause(round_, members)
         failures = [*round_["failures"], [self.step(), host]] if status != 0 else round_["failures"]
-        out = {beat["host"]: beat["unfit"] for beat in usable if beat["unfit"]}  # for good, and why
+        out = {beat["host"]: beat["unfit"] for beat in usable if beat["unfit"]}  # excluded for good, with the reason
         cause += "".join(f"; {unfit} is left out: {why}" for unfit, why in out.items())
         others = [beat for beat in usable if beat["host"] != host]
         twice = host is not None and [one for _, one in failures[-2:]] == [host, host]
@@ -223,7 +224,7 @@ class Leader:
         if len(usable) < self.args.nodes:
             if self.waited(round_, "nodes") < self.args.rejoin_seconds:
                 leaves = any(beat["leaving"] or beat["unfit"] for beat in alive.values()) and not round_["left"]
-                return known | {"left": cause} if leaves else None  # remember that the node's leave has been seen
+                return known | {"left": cause} if leaves else None  # so the leaving node may end
             pairs = zip(round_["nodes"], members)
             lost = [node["host"] for node, beat in pairs if beat is GONE or beat["leaving"].startswith(STUCK)]
             known["excluded"] = list(dict.fromkeys([*known["excluded"], *lost]))
@@ -236,8 +237,8 @@ class Leader:
     def verdict(self, status: int | None, failures: list) -> str:
         """Return why the run is not started again; empty if it is.
 
-        If the first start fails by itself, the cause is a user error. A step that has failed three times will fail
-        again. If two runs save in one checkpoint.dir, only the later one goes on, or each would take it back for ever.
+        If the first start fails before a step, the cause is a user error. A step that has failed three times will fail
+        again. If two runs save in one checkpoint.dir, only the later one continues: else each would take it back.
         """
         same = repeated(failures)
         if status == TAKEN:
@@ -258,7 +259,7 @@ class Leader:
         return beat if begun else beat | {"state": "idle", "ended": {}, "said": {}}
 
     def cause(self, round_: dict, members: list) -> tuple[int | None, str | None, str]:
-        """Find the cause among its consequences: (status of its rank, its host, one line). ENDS has the order."""
+        """Find the first cause among the ends of ranks: (status of the rank, its host, one line), by ENDS."""
         found, standing, ranks = [], [], self.args.ranks
         for i, (node, beat) in enumerate(zip(round_["nodes"], members)):
             host = node["host"]
@@ -279,7 +280,7 @@ class Leader:
         first = min(found, key=lambda end: end[0], default=(8, None, None, "a node was late with its heartbeats"))
         if first[0] >= ENDS[HUNG][0] and standing and any(status == HUNG for _, status, _, _ in found):
             waited_for = ", ".join(f"{rank} on {host}" for rank, host in standing[:4])
-            return HUNG, standing[0][1], f"rank {waited_for} stood still"
+            return HUNG, standing[0][1], f"rank {waited_for} made no progress"
         return first[1:]
 
     def next(self, round_: dict, usable: list) -> dict:
@@ -289,7 +290,7 @@ class Leader:
         nodes = [{key: beat[key] for key in NODE} for beat in usable if beat in chosen]
         for host, why in poor.items():
             taken = any(node["host"] == host for node in nodes)
-            self.say(f"{host} {'takes part, as no other node is left' if taken else 'is left out'}: {why}")
+            self.say(f"{host} {'takes part, since no other node is left' if taken else 'is left out'}: {why}")
         start = {"number": round_["number"] + 1, "key": uuid.uuid4().hex, "state": "run", "nodes": nodes, "left": ""}
         if round_["stopped"]:
             passed = max(0.0, time.time() - round_["stopped"])
@@ -308,7 +309,7 @@ class Leader:
         return round_ | {"state": "end", "status": status}
 
     def report(self, round_: dict, cause: str, status: int | None = None) -> None:
-        """Append what ended a round to restarts.jsonl, and print it; once, also if the next round cannot be written."""
+        """Append the cause that ended a round to restarts.jsonl, and print it; once, even if the next write fails."""
         before, self.reported = self.reported, (round_["number"], status)
         if self.reported == before:
             return
@@ -320,7 +321,7 @@ class Leader:
         self.say(f"{'error: ' * (status == 1)}round {round_['number']} ended {when}: {cause}")
 
     def say(self, text: str) -> None:
-        """Print a line, which may hold texts of other nodes and ranks."""
+        """Print a line, which may contain texts of other nodes and ranks."""
         print(printable(text), file=sys.stderr, flush=True)
 
 
@@ -333,7 +334,7 @@ def repeated(failures: list) -> int:
 def matches(value: object, form: object) -> bool:
     """Return whether a value of JSON has a form.
 
-    A form is a type, a set of values, {name: form}, {str: form of all}, [form of all], or (form, form), a list of two.
+    A form is a type, a set of values, {name: form}, {str: form of all}, [form of all], or (form, form): a list of two.
     """
     if isinstance(form, dict):
         fields = dict.fromkeys(value, form[str]) if str in form and isinstance(value, dict) else form
@@ -345,7 +346,7 @@ def matches(value: object, form: object) -> bool:
 
 
 def write_json_atomically(path: Path, value: dict, durable: bool = False) -> None:
-    """Write JSON that others read whole, or as it was before; durable: also if this machine dies now."""
+    """Write JSON that readers find whole, either old or new; durable: also if this machine dies now."""
     temporary = path.with_suffix(f".{socket.gethostname()}-{os.getpid()}")  # pods have the same process ids
     with open(temporary, "w") as file:
         file.write(json.dumps(value))

@@ -14,7 +14,7 @@ from minitron.config.files import lines_of, size_of
 def rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a metrics.jsonl, each with the number of its line under "line".
 
-    A row that is torn, as by a kill, or is no JSON object, has no other key. An unfinished last line is left out: a run
+    A row that a kill tore, or that is not a JSON object, has no other key. An unfinished last line is left out: a run
     may be writing it. Raises OSError, and ValueError for a line that is too long.
     """
     size_of(path)  # a device or a pipe might never end

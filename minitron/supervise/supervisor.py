@@ -10,9 +10,9 @@ that any node may die.
    node. Only changes count, so clocks may differ.
 2. The lowest live node leads. It writes round.json: the nodes of this start of the ranks, their order, and the address
    of rank 0. The leader keeps no other state, so the next node can take over at any time.
-3. When ranks fail or a node dies, the leader writes "stop". All nodes kill their ranks and write how these had ended.
-   From that the leader finds the cause among its consequences. Each node also checks its GPUs and log.dir (health.py);
-   the leader writes the next round without a node that is unfit.
+3. When ranks fail or a node dies, the leader writes "stop". All nodes kill their ranks and write each rank's exit
+   status. The leader picks the first cause. Each node also checks its GPUs and log.dir (health.py); the leader writes
+   the next round without a node that is unfit.
 
     round.json     run 1: nodes 0 1 2       stop 1                                     run 2: nodes 0 1 3
     node 1         running ..... (dies)
@@ -28,7 +28,8 @@ Fields of a heartbeat, beside node, host, address and port (one that is free, fo
     round      the key of the last round that was begun here; state: idle, running, done, failed or ended
     ended      local rank -> status; said: local rank -> why it ended
     leaving    why this node will not take part in another round; stopping: it got a signal that ends the run
-    looked     the key of the last round after which health.py ran; unfit, poor: what it found
+    looked     the key of the last round after which health.py ran; unfit: its reason to exclude the node
+    poor       its reason to prefer other nodes
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ POLL_SECONDS = 0.1
 PORTS = 100
 LEFT = 128 + signal.SIGTERM
 # Ranks that survive SIGKILL this long hang in a driver, and their node leaves the run. Ranks with much locked memory
-# need some seconds to end. A supervisor that waits so long for a disk or a device counts as dead, too.
+# need some seconds to end. A supervisor that waits this long for a disk or a device counts as dead, too.
 KILL_SECONDS = 120.0
 
 
@@ -75,38 +76,38 @@ class Supervisor:
             self.folder.mkdir(parents=True, exist_ok=True)
             for name in ("round.json", f"node-{args.node}.json"):
                 with suppress(FileNotFoundError):
-                    size_of(self.folder / name)  # what is no file could not be read or replaced
+                    size_of(self.folder / name)  # a pipe or a device could not be read or replaced
         self.agent, self.health = Agent(args.command, args.preload), Health(args.dir, args.dead_seconds / 2)
         here = {"node": args.node, "life": uuid.uuid4().hex, "host": args.host, "address": args.address}
         self.heartbeat: dict = here | {"port": args.port, "count": 0} | IDLE
         self.path, self.leader = self.folder / f"node-{args.node}.json", Leader(args, self.folder)
         self.ending = 0.0  # when the ranks were killed, until they have ended
-        self.passed = 0.0
-        self.written = -math.inf  # times of the last heartbeat and of the main thread's last pass
-        self.shown, self.starts, self.interrupted = False, 0, False
+        self.last_pass = 0.0  # when the main thread's loop began its last pass
+        self.written = -math.inf  # the time of the last heartbeat
+        self.has_written, self.starts, self.interrupted = False, 0, False
         self.writing = threading.Lock()
 
     def run(self) -> int:
-        """Return the status of the run, the same on every node; LEFT if it goes on without this one."""
+        """Return the status of the run, the same on every node; LEFT if the run continues without this node."""
         numbers = [n for n in SIGNALS if n == signal.SIGUSR1 or signal.getsignal(n) != signal.SIG_IGN]
         signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # a thread waits for them
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # launch/node.sh had it ignored until here
         threading.Thread(target=self.listen, args=[numbers], name="signals", daemon=True).start()
-        threading.Thread(target=self.keep, name="beats", daemon=True).start()
+        threading.Thread(target=self.heartbeat_loop, name="beats", daemon=True).start()
         self.agent.open()
         with suppress(OSError):
             if (over := self.leader.round())["state"] == "end":
                 self.leader.say(f"{self.folder} ended before, with {over['status']}: start again with another --id")
         try:
             while True:
-                self.passed = monotonic()
+                self.last_pass = monotonic()
                 self.watch()
                 if monotonic() - self.written > self.args.beat_seconds:
                     if self.replaced():
-                        self.leader.say(f"another supervisor has come as node {self.args.node}: this one leaves")
+                        self.leader.say(f"another supervisor has started as node {self.args.node}: this one leaves")
                         return LEFT
                     with self.writing:
-                        self.show()
+                        self.write_heartbeat()
                     with suppress(OSError):  # a full disk: tried again with the next heartbeat
                         round_ = self.leader.lead() if self.leader.leads(self.args.node) else self.leader.round()
                         if (status := self.follow(round_)) is not None:
@@ -115,7 +116,7 @@ class Supervisor:
         finally:
             self.agent.close()
             with self.writing:
-                self.passed = -math.inf
+                self.last_pass = -math.inf
                 if not self.replaced():
                     self.path.unlink(missing_ok=True)
 
@@ -147,7 +148,7 @@ class Supervisor:
                 self.heartbeat["leaving"] = f"{STUCK} in {KILL_SECONDS:.0f} s"
             self.ending = 0.0
             self.heartbeat["state"] = "ended"  # last, since another thread may write the heartbeat
-        elif not self.ending and state != "ended":  # not yet killed: how they ended by themselves
+        elif not self.ending and state != "ended":  # not killed: the statuses are the ranks' own
             self.heartbeat |= {"ended": dict(self.agent.ended), "said": dict(self.agent.said)}
             if BROKEN in self.agent.ended.values():
                 self.heartbeat["leaving"] = "has a broken device"
@@ -162,37 +163,37 @@ class Supervisor:
         """Return whether a newer supervisor writes this node's heartbeat, as when a lost pod comes back."""
         with suppress(OSError):
             found = self.leader.read(self.path.name, HEARTBEAT) or self.heartbeat
-            return self.shown and found["life"] != self.heartbeat["life"]
+            return self.has_written and found["life"] != self.heartbeat["life"]
         return False
 
-    def keep(self) -> None:
+    def heartbeat_loop(self) -> None:
         """Write heartbeats while the main thread waits for a slow disk or device, for KILL_SECONDS at most.
 
-        The leader reads the heartbeats of all nodes in one pass. Its own must not be late because of that.
+        A pass of the leader reads the heartbeats of all nodes, which may take long. Its own must not be late then.
         """
         while True:
             time.sleep(self.args.beat_seconds)
             with self.writing:
-                if self.args.beat_seconds < monotonic() - self.passed < KILL_SECONDS and not self.replaced():
-                    self.show()
+                if self.args.beat_seconds < monotonic() - self.last_pass < KILL_SECONDS and not self.replaced():
+                    self.write_heartbeat()
 
-    def show(self) -> None:
-        """Write the heartbeat."""
+    def write_heartbeat(self) -> None:
+        """Write this node's heartbeat, with a free port if no ranks run."""
         self.heartbeat |= {"count": self.heartbeat["count"] + 1, "time": time.time()}
         self.written = monotonic()
         if self.heartbeat["state"] not in ("running", "failed"):
             self.heartbeat["port"] = free_port([self.args.port + (self.starts + i) % PORTS for i in range(PORTS)])
         try:
             write_json_atomically(self.path, self.heartbeat)
-            self.shown = True
+            self.has_written = True
         except OSError:  # the disk is full or away: now an old heartbeat does not mean that its node is dead
             self.leader.seen = {}
 
     def follow(self, round_: dict) -> int | None:
-        """Do what the round requires of this node; return its status if the run is over for it.
+        """Do what the round requires of this node. Return its status if the run is over for this node.
 
         round                           ranks run here                  no ranks run here
-        run, with this node             go on; kill those of another    start them
+        run, with this node             nothing, or kill older ranks    start them
         run without it                  kill them                       wait; LEFT if it is unfit or leaves
         stop                            kill them                       check the node; LEFT if it is unfit or leaves
         end                             kill them                       the status of the run
@@ -230,7 +231,7 @@ class Supervisor:
             "MINITRON_ROUND": json.dumps({"round": round_["number"], **round_["parts"], "at": time.time()}),
         }
         own = [common | {"RANK": node_rank * local + i, "LOCAL_RANK": i} for i in range(local)]
-        self.starts += 1  # the next one has another port, and with it another store
+        self.starts += 1  # the next start gets another port, and so another store
         self.agent.start([{name: str(value) for name, value in variables.items()} for variables in own])
         self.heartbeat |= {"round": round_["key"], "state": "running", "ended": {}, "said": {}}
 
@@ -252,19 +253,19 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     flag("--spares", type=int, default=0, help="more nodes, which wait")
     flag("--node", type=int, required=True, help="number of this node, spares included")
     flag("--ranks", type=int, required=True, help="ranks of a node")
-    flag("--dir", type=Path, required=True, help="the run's folder (log.dir), which all nodes see")
+    flag("--dir", type=Path, required=True, help="the run's folder (log.dir), which all nodes share")
     flag("--rounds", type=Path, help="where the nodes agree (default: rounds/ in the run's folder)")
-    flag("--id", required=True, help="another one for every start of the job")
-    flag("--host", default=socket.gethostname(), help="the node's name, as its scheduler knows it")
+    flag("--id", required=True, help="must be different for each start of the job")
+    flag("--host", default=socket.gethostname(), help="the node's name in its scheduler")
     flag("--address", default=socket.gethostname(), help="where other nodes reach this one")
     flag("--port", type=int, default=29600, help=f"the first of {PORTS}: a round's ranks meet at a free one")
     flag("--max-restarts", type=int, default=100)
     flag("--backoff-seconds", type=float, default=5.0, help="after the second failure at one step; then more")
     flag("--beat-seconds", type=float, default=1.0)
-    flag("--dead-seconds", type=float, default=20.0, help="a node without a beat for so long is dead")
+    flag("--dead-seconds", type=float, default=20.0, help="a node without a heartbeat for this long is dead")
     flag("--gather-seconds", type=float, default=1800.0, help="wait for nodes at the start")
     flag("--rejoin-seconds", type=float, default=0.0, help="wait for a lost node to come back, or its successor")
-    flag("--preload", default="minitron.train", help="what agents import; '': nothing, each rank is a new Python")
+    flag("--preload", default="minitron.train", help="module that agents import; '': none, each rank is a new Python")
     flag("command", nargs="+", help="after --: -m MODULE ARGUMENTS..., or FILE ARGUMENTS...")
     args = parser.parse_args(argv)
     least = {"nodes": 1, "ranks": 1, "port": 1, "beat_seconds": 0.001, "dead_seconds": args.beat_seconds}
@@ -276,7 +277,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         if isinstance(value, (int, float)) and not low <= value <= high:
             raise ValueError(f"--{name.replace('_', '-')}={value} must be from {low} to {high}")
     if not re.fullmatch(r"[\w.-]*\w[\w.-]*", args.id):
-        raise ValueError(f"--id={args.id} is no name of a folder; use letters, digits, '-', '_' and '.'")
+        raise ValueError(f"--id={args.id} is not the name of a folder; use letters, digits, '-', '_' and '.'")
     return args
 
 

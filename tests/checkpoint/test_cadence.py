@@ -84,7 +84,7 @@ def test_nothing_is_chosen_without_measurements():
 @pytest.mark.parametrize(
     "words, line",
     [
-        (["checkpoint.every=auto"], "checkpoint.every=auto follows from how often the job fails; set checkpoint.mtbf_"),
+        (["checkpoint.every=auto"], "checkpoint.every=auto needs checkpoint.mtbf_hours, the mean time between f"),
         (["checkpoint.mtbf_hours=3"], "checkpoint.mtbf_hours=3.0 has no effect without checkpoint.every=auto or "),
         (["checkpoint.every=often"], "checkpoint.every=often is not an integer, or auto, or null"),
         (["checkpoint.local_dir=d", "checkpoint.dir=null"], "checkpoint.local_dir=d does not go with"),

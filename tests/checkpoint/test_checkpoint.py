@@ -24,7 +24,7 @@ from minitron import pretrain
 from minitron.checkpoint.boxes import TensorShard
 from minitron.checkpoint.directory import ERRORS, TakenOver, begin, claim
 from minitron.checkpoint.format import CheckpointError, write_shard
-from minitron.checkpoint.load import ResumePoint, agree, find_resume_point, restore
+from minitron.checkpoint.load import ResumePoint, agree_on_start, find_resume_point, restore
 from minitron.checkpoint.reader import Reader
 from minitron.checkpoint.save import Checkpointer, copy_beside, host_memory
 from minitron.comm.agree import Agreement
@@ -57,7 +57,7 @@ def saving(cfg: Config, directory: Path, **keys) -> Config:
 def start_trainer(cfg: Config) -> tuple[Trainer, ResumePoint]:
     torch.set_num_threads(1)
     mesh = mesh_of(cfg)
-    start = agree(cfg, mesh, open_weights)
+    start = agree_on_start(cfg, mesh, open_weights)
     trainer = build(cfg, mesh, base_fingerprint=start.base_fingerprint)
     restore(start, trainer.state)
     return trainer, start
@@ -599,7 +599,7 @@ def test_saves_would_delete_the_weights_that_a_run_starts_from(tmp_path, more):
     save(start_trainer(cfg)[0], cfg, 1)
     for path in tmp_path, os.path.relpath(tmp_path / "step_00000001"):
         anew = saving(config(LLAMA, SHORT, more), tmp_path, resume=False, load=str(path))
-        with pytest.raises(CheckpointError, match=f"^checkpoint.load={path} lies in checkpoint.dir={tmp_path}, where"):
+        with pytest.raises(CheckpointError, match=f"^checkpoint.load={path} is in checkpoint.dir={tmp_path}, where"):
             find_resume_point(anew, open_weights)
         find_resume_point(saving(anew, tmp_path / "another"), open_weights)
 

@@ -391,7 +391,7 @@ def test_keys_that_leave_the_network_as_it_is_are_accepted(name, folders):
         ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, minitron's llama has 'silu'"),
         ("llama", YARN, "rope_type='yarn' is not supported, minitron's llama has 'default' or 'llama3'"),
         ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear' is not supported"),
-        ("llama", {"rope_scaling": 2}, "the rotary parameters 2 are no JSON object"),
+        ("llama", {"rope_scaling": 2}, "the rotary parameters 2 are not a JSON object"),
         ("llama", LACKING, "high_freq_factor is missing"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
         ("llama", {"sliding_window": 4096}, "sliding_window=4096 is not supported, minitron's llama has None"),
@@ -472,10 +472,10 @@ def truncate(name=None):
         (reindex(lambda m: m.update(x="../x.safetensors")), r"no weight_map of tensors to files in its own folder"),
         (lambda d: shard(d).unlink(), r"model-00001-of-.* cannot be read"),
         (truncate(), r"model-00001-of-.* cannot be read"),
-        (reindex(lambda m: m.pop("model.norm.weight")), r"holds model.norm.weight, other than .* says"),
+        (reindex(lambda m: m.pop("model.norm.weight")), r"holds model.norm.weight, unlike .*"),
         (
             reindex(lambda m: m.update({"model.norm.weight": min(m.values())})),
-            r"model-00001-of-.* lacks model.norm.weight, other than model.safetensors.index.json says",
+            r"model-00001-of-.* lacks model.norm.weight, unlike model.safetensors.index.json",
         ),
         (only_pickle, r"holds pytorch_model.bin but no model.safetensors: .bin is a pickle, and loading one can run"),
         (lambda d: [file.unlink() for file in d.glob("*safetensors*")], r"holds neither model.safetensors nor model.s"),
@@ -497,7 +497,7 @@ def truncate(name=None):
         ),
         (
             rewrite(lambda t: t.update({name: x.to(torch.float8_e4m3fn) for name, x in t.items()})),
-            r"is F8_E4M3, none of BF16, F16, F32; save the model unquantized",
+            r"is F8_E4M3, not one of BF16, F16, F32; save the model unquantized",
         ),
     ],
 )
@@ -519,7 +519,7 @@ def test_a_model_of_another_task_is_named_as_such(family, task, tmp_path):
         sizes |= dict(n_embd=32, n_layer=1, n_head=4, n_positions=32)
     config = getattr(transformers, f"{family}Config")(**sizes)
     getattr(transformers, f"{family}For{task}")(config).save_pretrained(tmp_path / "hf")
-    message = rf"makes it a model that predicts labels and no next token; convert a {family}"
+    message = rf"makes it a model that predicts labels, not the next token; convert a {family}"
     assert re.search(message, error_of(convert, "import", tmp_path / "hf", tmp_path / "there"))
     assert os.listdir(tmp_path) == ["hf"]
 
@@ -558,8 +558,8 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_left(folders, tmp_pat
     assert "head.weight was missing and is [128, 32]" in headless
     assert "lora.a was [1] and is missing" in refused(model, names=names)
     assert "blocks.0.attention.out.weight was missing" in refused(model, kind="exp_avg")
-    assert "--max-shard-gb: 0 is no positive number" in refused(model, "--max-shard-gb", 0)
-    assert "--max-shard-gb: inf is no positive number" in refused(model, "--max-shard-gb", "inf")
+    assert "--max-shard-gb: 0 is not a positive number" in refused(model, "--max-shard-gb", 0)
+    assert "--max-shard-gb: inf is not a positive number" in refused(model, "--max-shard-gb", "inf")
     assert "absent" in error_of(convert, "export", tmp_path / "absent", tmp_path / "back")
 
     checkpoint(tmp_path / "run", model)

@@ -233,10 +233,7 @@ def test_a_tokenizer_that_cannot_be_had(tokenizers, tmp_path, capsys):
 def test_the_source_s_dropout_is_said_and_the_run_s_is_exported(source, tmp_path, capsys):
     convert("import", source, tmp_path / "imported")
     keys = "model.hidden_dropout=0.2 model.attention_dropout=0.1"
-    assert (
-        f"has dropout, which belongs to a run and is not taken over; to train with it: {keys}"
-        in capsys.readouterr().out
-    )
+    assert f"has dropout, which belongs to a run and is not copied; to train with it: {keys}" in capsys.readouterr().out
     words = [str(tmp_path / "imported" / "model.yaml"), *keys.split()]
     cfg = cli.load([*words, "train.seq_len=32"])
     settings = settings_of(cfg.model, "fp32")
@@ -313,7 +310,7 @@ time.sleep(600)
     while not list(tmp_path.glob("*.partial-*")) and time.monotonic() < end:
         time.sleep(0.02)
     one.close(signal.SIGTERM)
-    assert lines == [f"no {tmp_path}/step_1-hf: the run was stopped before it was written"]
+    assert lines == [f"{tmp_path}/step_1-hf is not exported: the run was stopped first"]
     assert [path.name for path in tmp_path.iterdir()] == ["tool.py"]
 
 

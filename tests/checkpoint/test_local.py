@@ -17,7 +17,7 @@ from minitron.checkpoint import destination
 from minitron.checkpoint.directory import checkpoints
 from minitron.checkpoint.format import CheckpointError
 from minitron.checkpoint.interval import FIRST_STEPS
-from minitron.checkpoint.load import agree, newest_local_save, restore
+from minitron.checkpoint.load import agree_on_start, newest_local_save, restore
 from minitron.checkpoint.reader import Reader
 from minitron.checkpoint.save import Checkpointer
 from minitron.pretrain import open_weights
@@ -39,7 +39,7 @@ def leg(cfg, folder: Path, nodes: int, until: int, **keys) -> dict:
     cfg, lines = saving(cfg, folder / "shared", **keys), []
     with Log(cfg, mesh.rank, mesh.world.size) as log:
         log.info = lines.append
-        trainer, start = build(cfg, mesh), agree(cfg, mesh, open_weights, rank_there == 0)
+        trainer, start = build(cfg, mesh), agree_on_start(cfg, mesh, open_weights, rank_there == 0)
         start = newest_local_save(cfg, start, {}, trainer.state, log)
         restore(start, trainer.state)
         saves = Checkpointer(cfg, trainer.state, {}, log, start.step, start.parent_checkpoint)
@@ -99,7 +99,7 @@ def test_each_node_has_its_part_and_an_index_of_it(begun):
         assert sorted(path.name for path in folder.iterdir()) == ["index.json", *files] and list(reader.files) == files
         assert reader.state["root"] == [4, Reader(begun / "shared").index_checksum]
         reader.verify()
-        with pytest.raises(CheckpointError, match="does not list all"):  # the other node has the rest
+        with pytest.raises(CheckpointError, match="lacks parts of"):  # the other node has the rest
             for name in reader.names():
                 reader.read(name, "master", (0,) * len(reader.shape(name)), reader.shape(name))
     assert readers[0].state["local_save"] == readers[1].state["local_save"]
@@ -150,7 +150,7 @@ def flip(path: Path) -> None:
     "name, said",
     [
         ("rank_00002.safetensors", "rank_00002.safetensors is damaged: its checksum is"),
-        ("index.json", "index.json is damaged, or no index of minitron"),
+        ("index.json", "index.json is damaged, or not an index of minitron"),
     ],
 )
 def test_a_damaged_local_save_is_named_and_skipped(ranks, begun, uninterrupted, name, said):
@@ -191,7 +191,7 @@ def test_another_layout(ranks, tmp_path, nodes, start):
     expected = [f["loss"] for f in ranks(1, whole, SHORT, 10)[0]]
     assert results[0]["losses"] == pytest.approx(expected[int(start[-1]) :], rel=1e-6)
     assert len(warnings(results)) == (0 if nodes == 1 else 2)
-    assert all("index.json does not list all that this rank needs" in line for line in warnings(results))
+    assert all("index.json lacks parts of" in line for line in warnings(results))
 
 
 def test_what_a_killed_save_left(ranks, begun):
@@ -270,7 +270,7 @@ def one_directory(cfg, folder: Path) -> str:
 def test_a_directory_that_several_nodes_see(ranks, tmp_path):
     for error in ranks(WORLD, one_directory, TENSOR_AND_DATA, tmp_path):
         assert error == (
-            f"checkpoint.local_dir={tmp_path}/node0 is one directory that several nodes see; name a folder on "
+            f"checkpoint.local_dir={tmp_path}/node0 is one directory that several nodes share; name a folder on "
             "each node's own disk, or drop it"
         )
 

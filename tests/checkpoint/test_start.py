@@ -16,7 +16,7 @@ from layouts import LLAMA, config, mesh_of
 from minitron import pretrain
 from minitron.checkpoint import directory, load, reader
 from minitron.checkpoint.format import CheckpointError
-from minitron.checkpoint.load import agree, restore
+from minitron.checkpoint.load import agree_on_start, restore
 from minitron.checkpoint.reader import Reader
 from minitron.config.schema import Config
 from minitron.interop import weights as adapter
@@ -44,9 +44,9 @@ def counted(cfg: Config) -> dict:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reader, "read_index", count("indices", reader.read_index))
         patch.setattr(load, "make_writable", count("probes", load.make_writable))
-        patch.setattr(directory, "_named", count("listings", directory._named))
+        patch.setattr(directory, "_step_folders", count("listings", directory._step_folders))
         mesh = mesh_of(cfg)
-        start = agree(cfg, mesh, open_weights, mesh.rank == 0)
+        start = agree_on_start(cfg, mesh, open_weights, mesh.rank == 0)
         trainer = build(cfg, mesh)
         restore(start, trainer.state)
     own = {p.spec.name for chunk in trainer.chunks for p in chunk.parameters()}
@@ -92,7 +92,7 @@ def test_no_index_is_kept_while_training(tmp_path, monkeypatch):
 def waits_for_the_late(cfg: Config, late_seconds: float, timeout: timedelta) -> float:
     """Resume, while the last rank reads late: what the first one has waited. No collective may wait for it."""
     mesh = mesh_of(cfg)
-    trainer, start = build(cfg, mesh), agree(cfg, mesh, open_weights)
+    trainer, start = build(cfg, mesh), agree_on_start(cfg, mesh, open_weights)
     fill, write = load._fill, trainer.optimizer.write_parameters
     groups = [axis.group for axis in vars(mesh).values() if getattr(axis, "group", None) is not None]
 
@@ -132,11 +132,11 @@ def test_the_log_tells_how_far_a_slow_disk_is(tmp_path, monkeypatch):
     trainer, lines = build(cfg, mesh), []
     with Log(cfg, 0, 1) as log:
         log.info = lines.append
-        restore(agree(cfg, mesh, open_weights), trainer.state, log)
+        restore(agree_on_start(cfg, mesh, open_weights), trainer.state, log)
         assert len(lines) > 1 and all("GB" in line for line in lines)
         lines.clear()
         monkeypatch.setattr(load, "PROGRESS_SECONDS", 60.0)
-        restore(agree(cfg, mesh, open_weights), trainer.state, log)
+        restore(agree_on_start(cfg, mesh, open_weights), trainer.state, log)
         assert not lines or time.monotonic() - log._begun.timestamp() > 60
 
 

@@ -366,7 +366,7 @@ def test_nothing_is_said_by_null(tmp_path):
         ("train: {steps: !!int 3}\n", ["anchors, aliases and tags are not read"]),
         ("train: " + "[" * 2000, ["it is nested too deeply"]),
         ("train: {steps: 1}\n---\ntrain: {steps: 2}\n", ["more than one document"]),
-        ("? [a]\n: b\n", ["a key is no text"]),
+        ("? [a]\n: b\n", ["a key is not text"]),
         ("#" * (2 << 20), ["cannot be read: its 2097152 bytes are more than 1048576"]),
         ("train: {steps: 2026-11-22}\n", ["train.steps=2026-11-22 is not an integer"]),
     ],
@@ -436,22 +436,22 @@ EXPORTED_GPT += ["checkpoint.export=hf", "checkpoint.dir=x"]
 @pytest.mark.parametrize(
     "argv, world, parts",
     [
-        (["model.num_layers=0"], 1, ["model.num_layers=0 lies outside [1, 10000]; use at least 1"]),
+        (["model.num_layers=0"], 1, ["model.num_layers=0 is outside [1, 10000]; use at least 1"]),
         (
             ["model.hidden_dropout=1.0"],
             1,
-            ["model.hidden_dropout=1.0 lies outside [0, 1); use at least 0 and less than 1"],
+            ["model.hidden_dropout=1.0 is outside [0, 1); use at least 0 and less than 1"],
         ),
-        (["optimizer.betas=[0.9,1.5]"], 1, ["optimizer.betas=[0.9, 1.5]: 1.5 lies outside [0, 1); use at least 0"]),
+        (["optimizer.betas=[0.9,1.5]"], 1, ["optimizer.betas=[0.9, 1.5]: 1.5 is outside [0, 1); use at least 0"]),
         (
             ["precision.loss_scale=0"],
             1,
-            ["precision.loss_scale=0.0 lies outside [1, 1e38]; use at least 1 and at most 1e38"],
+            ["precision.loss_scale=0.0 is outside [1, 1e38]; use at least 1 and at most 1e38"],
         ),
         (
             ["precision.loss_scale=0.5", "precision.dtype=fp16"],
             1,
-            ["precision.loss_scale=0.5 lies outside [1, 1e38]; use at least 1"],
+            ["precision.loss_scale=0.5 is outside [1, 1e38]; use at least 1"],
         ),
         (
             ["precision.loss_scale=4096"],
@@ -460,12 +460,12 @@ EXPORTED_GPT += ["checkpoint.export=hf", "checkpoint.dir=x"]
         ),
         (["precision.loss_scale_window=7"], 1, ["precision.loss_scale_window=7 does not go with precision.dtype=bf16"]),
         (["precision.loss_scale_hysteresis=7"], 1, ["precision.loss_scale_hysteresis=7 does not go with"]),
-        (["lora.alpha=1e300"], 1, ["lora.alpha=1e+300 lies outside (0, 1e12]; use more than 0 and at most 1e12"]),
-        (["train.max_skipped=1000000000001"], 1, ["lies outside [1, 1e12]", "at most 1e12"]),
+        (["lora.alpha=1e300"], 1, ["lora.alpha=1e+300 is outside (0, 1e12]; use more than 0 and at most 1e12"]),
+        (["train.max_skipped=1000000000001"], 1, ["is outside [1, 1e12]", "at most 1e12"]),
         (
             ["model.num_layers=2000000"],
             1,
-            ["model.num_layers=2000000 lies outside [1, 10000]; use at least 1 and at most 10000"],
+            ["model.num_layers=2000000 is outside [1, 10000]; use at least 1 and at most 10000"],
         ),
         (
             ["model.hidden_size=10000000001"],
@@ -475,12 +475,12 @@ EXPORTED_GPT += ["checkpoint.export=hf", "checkpoint.dir=x"]
         (
             ["log.dir=~nobody-here/x"],
             1,
-            ["log.dir=~nobody-here/x: ~nobody-here is nobody's home; write the whole path"],
+            ["log.dir=~nobody-here/x: no user has the home directory ~nobody-here; write the whole path"],
         ),
-        (["data.tokenizer=llama3:~nobody-here/x"], 1, ["~nobody-here is nobody's home"]),
+        (["data.tokenizer=llama3:~nobody-here/x"], 1, ["no user has the home directory ~nobody-here"]),
         (["profile.kind=nsys", "profile.ranks=[0,0]"], 1, ["profile.ranks=[0, 0] must name ranks", "each once"]),
-        (["train.seed=-1"], 1, ["train.seed=-1 lies outside [0, 4294967295]"]),
-        (["model.rope_scaling.factor=0"], 1, ["model.rope_scaling.factor=0.0 lies outside (0, 1e12]"]),
+        (["train.seed=-1"], 1, ["train.seed=-1 is outside [0, 4294967295]"]),
+        (["model.rope_scaling.factor=0"], 1, ["model.rope_scaling.factor=0.0 is outside (0, 1e12]"]),
         (
             ["model.hidden_size=130"],
             1,
@@ -490,7 +490,7 @@ EXPORTED_GPT += ["checkpoint.export=hf", "checkpoint.dir=x"]
         (["model.hidden_size=24"], 1, ["model.head_dim=3 (null: hidden_size/num_heads) is odd", "make it even"]),
         (["model.head_dim=5"], 1, ["model.head_dim=5 ", "make it even"]),
         (["model.family=gpt", "model.qkv_bias=true"], 1, ["model.qkv_bias=true does not go with model.family=gpt"]),
-        ([*FP8, "model.head_dim=4", "parallel.tp=4"], 4, ["the width of all heads / tp=8 is no multiple of 16"]),
+        ([*FP8, "model.head_dim=4", "parallel.tp=4"], 4, ["the width of all heads / tp=8 is not a multiple of 16"]),
         (
             ["checkpoint.export=hf", "checkpoint.dir=x", "model.qk_norm=true", "model.qkv_bias=true"],
             1,
@@ -544,8 +544,8 @@ EXPORTED_GPT += ["checkpoint.export=hf", "checkpoint.dir=x"]
         (["parallel.pp=8"], 8, ["model.num_layers=4 leaves stages empty: parallel.pp=8"]),
         (["parallel.pp=2", "parallel.layers_per_stage=[1,2]"], 2, ["layers_per_stage=[1, 2] sums to 3"]),
         (["parallel.pp=2", "parallel.layers_per_stage=[4]"], 2, ["layers_per_stage=[4] has 1 entries"]),
-        ([], 3, ["train.global_batch_size=16 is no multiple of train.micro_batch_size*dp=4*3=12; use 12 or 24"]),
-        ([], 8, ["train.global_batch_size=16 is no multiple of train.micro_batch_size*dp=4*8=32; use 32"]),
+        ([], 3, ["train.global_batch_size=16 is not a multiple of train.micro_batch_size*dp=4*3=12; use 12 or 24"]),
+        ([], 8, ["train.global_batch_size=16 is not a multiple of train.micro_batch_size*dp=4*8=32; use 32"]),
         (["train.seq_len=8192"], 1, ["train.seq_len=8192 exceeds model.max_positions=4096"]),
         (
             ["train.micro_batch_size=32769", "train.global_batch_size=32769"],  # 256 positions, 16 heads of 16
@@ -555,7 +555,7 @@ EXPORTED_GPT += ["checkpoint.export=hf", "checkpoint.dir=x"]
         (
             ["train.seq_len=250", "parallel.cp=2"],
             2,
-            ["train.seq_len=250 is no multiple of 2*parallel.cp (zigzag)=4; use 248 or 252"],
+            ["train.seq_len=250 is not a multiple of 2*parallel.cp (zigzag)=4; use 248 or 252"],
         ),
         (
             ["train.seq_len=251", "parallel.cp=2", "parallel.cp_style=ulysses"],
@@ -605,17 +605,17 @@ EXPORTED_GPT += ["checkpoint.export=hf", "checkpoint.dir=x"]
         (
             [*FP8, "model.ffn_hidden_size=104"],
             1,
-            ["model.ffn_hidden_size/tp=104 is no multiple of 16", "precision.fp8=none"],
+            ["model.ffn_hidden_size/tp=104 is not a multiple of 16", "precision.fp8=none"],
         ),
         (
             [*FP8, "train.micro_batch_size=1", "train.seq_len=40"],
             1,
-            ["train.seq_len*micro_batch_size/cp=40 is no multiple of 16"],
+            ["train.seq_len*micro_batch_size/cp=40 is not a multiple of 16"],
         ),
         (
             ["precision.fp8=block", "model.ffn_hidden_size=400"],
             1,
-            ["model.ffn_hidden_size/tp=400 is no multiple of 128, which blocks of FP8 values need"],
+            ["model.ffn_hidden_size/tp=400 is not a multiple of 128, which blocks of FP8 values need"],
         ),
         (
             [
@@ -627,7 +627,7 @@ EXPORTED_GPT += ["checkpoint.export=hf", "checkpoint.dir=x"]
                 "parallel.tp=4",
             ],
             4,
-            ["train.seq_len*micro_batch_size/cp/tp=64 is no multiple of 128"],
+            ["train.seq_len*micro_batch_size/cp/tp=64 is not a multiple of 128"],
         ),
         (
             [*FP8, "precision.fp8_bf16_layers=2"],
@@ -638,15 +638,15 @@ EXPORTED_GPT += ["checkpoint.export=hf", "checkpoint.dir=x"]
         (
             ["parallel.tp=2", "model.head_piece=65"],
             2,
-            ["model.head_piece=65 is no multiple of parallel.tp", "64 or 66"],
+            ["model.head_piece=65 is not a multiple of parallel.tp", "64 or 66"],
         ),
-        ([*FP8, "precision.fp8_head=true", "model.head_piece=40"], 1, ["model.head_piece=40 is no multiple of 16"]),
+        ([*FP8, "precision.fp8_head=true", "model.head_piece=40"], 1, ["model.head_piece=40 is not a multiple of 16"]),
         (["precision.fp8_head=true"], 1, ["precision.fp8_head=true does not go with precision.fp8=none"]),
         (
             [*FP8, "precision.fp8_head=true", "parallel.tp=2", "model.vocab_size=1010", "model.vocab_multiple=2"],
             2,
             [
-                "model.vocab_size, padded, /tp=505 is no multiple of 16, which FP8 GEMMs need; set "
+                "model.vocab_size, padded, /tp=505 is not a multiple of 16, which FP8 GEMMs need; set "
                 "model.vocab_multiple=32, or precision.fp8_head=false"
             ],
         ),
@@ -751,12 +751,12 @@ EXPORTED_GPT += ["checkpoint.export=hf", "checkpoint.dir=x"]
         (
             ["profile.kind=nsys", "train.steps=11"],
             1,
-            ["profile.start_step=10 and profile.end_step=12 are no steps, in order, of train.steps=11; use 1 to 11"],
+            ["profile.start_step=10 and profile.end_step=12 are not steps, in order, of train.steps=11; use 1 to 11"],
         ),
         (
             ["profile.kind=nsys", "profile.start_step=13"],
             1,
-            ["profile.start_step=13 and profile.end_step=12 are no steps"],
+            ["profile.start_step=13 and profile.end_step=12 are not steps"],
         ),
         (
             ["profile.kind=nsys", "profile.ranks=[0,2]"],
@@ -766,7 +766,7 @@ EXPORTED_GPT += ["checkpoint.export=hf", "checkpoint.dir=x"]
         (["profile.kind=nsys", "profile.ranks=[]"], 1, ["profile.ranks=[] must name ranks"]),
         (["train.batch_ramp=[4,5,100]"], 1, ["train.batch_ramp=[4, 5, 100]", "=16", "an increment that divides 12"]),
         (["train.batch_ramp=[16,4,100]"], 1, ["train.batch_ramp=[16, 4, 100]", "start below 16"]),
-        (["train.batch_ramp=[4,4,0]"], 1, ["train.batch_ramp=[4, 4, 0]: 0 lies outside"]),
+        (["train.batch_ramp=[4,4,0]"], 1, ["train.batch_ramp=[4, 4, 0]: 0 is outside"]),
         (
             ["train.batch_ramp=[4,4,9]", "train.batch_schedule=[[0,16]]"],
             1,
@@ -789,7 +789,7 @@ EXPORTED_GPT += ["checkpoint.export=hf", "checkpoint.dir=x"]
         ),
         (["data.skip_samples=[[5,5]]"], 1, ["data.skip_samples=[[5, 5]] must be ranges"]),
         (["data.skip_samples=[[5,9],[7,12]]"], 1, ["data.skip_samples=[[5, 9], [7, 12]] must be ranges"]),
-        (["data.skip_samples=[[-1,9]]"], 1, ["data.skip_samples=[[-1, 9]]: -1 lies outside"]),
+        (["data.skip_samples=[[-1,9]]"], 1, ["data.skip_samples=[[-1, 9]]: -1 is outside"]),
     ],
 )
 def test_broken_rule(argv, world, parts):

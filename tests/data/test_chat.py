@@ -479,10 +479,13 @@ BAD = {
     "a role": ({"messages": [{"role": "usr", "content": "a"}]}, "the role usr; use system, developer"),
     "no answer": ({"messages": said("a")}, "no text of the assistant"),
     "an empty answer": ({"messages": said("a", " ")}, "an empty answer"),
-    "a text that is none": ({"messages": [{"role": "user", "content": None}, *said("a", "b")]}, "no list of objects"),
-    "parts of a text": ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "no list of objects"),
-    "tools of no list": ({"messages": said("a", "b"), "tools": {"a": 1}}, "tools that are no list"),
-    "tools of no JSON": ({"messages": said("a", "b"), "tools": "[a"}, "tools that are no JSON"),
+    "a text that is none": (
+        {"messages": [{"role": "user", "content": None}, *said("a", "b")]},
+        "not a list of objects",
+    ),
+    "parts of a text": ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "not a list of objects"),
+    "tools of no list": ({"messages": said("a", "b"), "tools": {"a": 1}}, "tools that are not a list"),
+    "tools of no JSON": ({"messages": said("a", "b"), "tools": "[a"}, "tools that are not JSON"),
     "tools that are left out": ({"messages": said("a", "b"), "tools": [TOOL]}, "leaves out the tools"),
     "variables of no object": ({"messages": said("a", "b"), "chat_template_kwargs": 7}, "chat template of here"),
     "variables that are the chat's own": (

@@ -112,8 +112,8 @@ def test_the_split_that_an_error_offers_serves_both_parts(sequences, split, part
     [
         ([], "has 0 entries"),
         (["1", "a", "2"], "has 3 entries"),
-        (["a", "b"], "a is no weight"),
-        (["1", "a", "b", "c"], "b is no weight"),
+        (["a", "b"], "a is not a weight"),
+        (["1", "a", "b", "c"], "b is not a weight"),
         (["0", "a", "1", "b"], "weight 0.0"),
     ],
 )
@@ -152,7 +152,7 @@ def test_the_tokenizer_must_be_the_one_that_made_the_data(tmp_path):
     write(tmp_path / "d", sidecar=BYTES)
     assert build(tmp_path, tokenizer="bytes").tokenizer.vocab_size == 257
     with pytest.raises(
-        ValueError, match=r"data\.tokenizer=corpus did not make .*json says bytes with fingerprint .*; set"
+        ValueError, match=r"data\.tokenizer=corpus did not make .*json names bytes with fingerprint .*; set"
     ):
         build(tmp_path)
     write(tmp_path / "d", sidecar=BYTES | {"tokenizer": "gpt2:somewhere", "fingerprint": "0" * 16})
@@ -164,7 +164,7 @@ def test_the_tokenizer_must_be_the_one_that_made_the_data(tmp_path):
 
 def test_a_file_of_floats_is_no_dataset_of_tokens(tmp_path):
     write(tmp_path / "d", dtype=np.float32)
-    with pytest.raises(ValueError, match=r"d\.idx: float32 values are no token ids"):
+    with pytest.raises(ValueError, match=r"d\.idx: float32 values are not token ids"):
         build(tmp_path)
 
 

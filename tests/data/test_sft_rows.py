@@ -110,18 +110,18 @@ def test_parts_and_prompts_of_messages_are_messages(tmp_path, llama3_file, kind)
 @pytest.mark.parametrize(
     "row, message",
     [
-        ({"instruction": 3, "output": "x"}, "an instruction, input, output or conversations that are no text or list"),
+        ({"instruction": 3, "output": "x"}, "an instruction, input, output or conversations that are not text or list"),
         ({"instruction": "x", "output": ""}, "an empty answer"),
         ({"conversations": [{"from": "gpt", "value": "x"}]}, "the roles assistant"),
-        ({"conversations": "x"}, "messages that are no list"),
-        ({"conversations": [{"from": "human"}]}, "messages that are no list"),
+        ({"conversations": "x"}, "messages that are not a list"),
+        ({"conversations": [{"from": "human"}]}, "messages that are not a list"),
         ({"prompt": "x", "messages": ASKED[0]}, "messages, prompt of the keys"),
         ({"prompt": ASKED[0], "completion": ASKED[0]}, "an answer in its prompt"),
         ({"messages": [message("user", [{"type": "image_url", "image_url": {}}])]}, "a part of type image_url"),
         ({"messages": [message("user", ["x"])]}, "a part of type None"),
         ({"messages": [*ASKED[1], message("assistant", "x") | {"weight": 0}]}, "an answer of weight 0"),
         ({"conversations": [*TURNS, {"from": "gpt", "value": "x", "weight": 0}]}, "an answer of weight 0"),
-        ({"messages": ASKED[2], "system": "x"}, "a key system and a message of the system"),
+        ({"messages": ASKED[2], "system": "x"}, "the key system and a system message"),
     ],
 )
 def test_bad_rows_of_others(tmp_path, row, message):

@@ -262,7 +262,7 @@ def test_fingerprints_are_of_all_that_makes_ids(gpt2_folder, llama3_file, llama2
 
 @pytest.mark.parametrize("spec", ["gpt5:x", "gpt2", "gpt2:", "bytes:x", "", "corpus"])
 def test_an_unknown_spec_is_an_error(spec):
-    with pytest.raises(ValueError, match=r"data\.tokenizer=.* is none of bytes, gpt2:DIR"):
+    with pytest.raises(ValueError, match=r"data\.tokenizer=.* is not one of bytes, gpt2:DIR"):
         load_tokenizer(spec)
 
 

@@ -184,11 +184,17 @@ def test_the_fingerprint_is_that_of_the_tokens(hf, tmp_path):
     "files, message",
     [
         ({}, r"tokenizer\.json: no such tokenizer file; nothing is downloaded"),
-        ({"tokenizer.model": "x"}, r"no folder with a tokenizer\.json; for its tokenizer\.model write llama3:FILE or"),
-        ({"vocab.json": "{}"}, r"no folder with a tokenizer\.json; for its vocab\.json write gpt2:DIR"),
+        (
+            {"tokenizer.model": "x"},
+            r"not a folder with a tokenizer\.json; for its tokenizer\.model write llama3:FILE or",
+        ),
+        ({"vocab.json": "{}"}, r"not a folder with a tokenizer\.json; for its vocab\.json write gpt2:DIR"),
         ({"tokenizer_config.json": None}, r"names an eos_token, which ends documents; write"),
-        ({"tokenizer_config.json": '{"eos_token": "</end>"}'}, r"'</end>', is none of its tokens; correct eos_token"),
-        ({"tokenizer_config.json": "[1]"}, r"tokenizer_config\.json is no JSON object"),
+        (
+            {"tokenizer_config.json": '{"eos_token": "</end>"}'},
+            r"'</end>', is not one of its tokens; correct eos_token",
+        ),
+        ({"tokenizer_config.json": "[1]"}, r"tokenizer_config\.json is not a JSON object"),
         ({"tokenizer.json": "{"}, r"no tokenizer\.json that can be read .*; copy the file again"),
         ({"tokenizer.json": '{"model": {"type": "None"}}'}, r"no tokenizer\.json that can be read .*; copy the file"),
     ],
@@ -209,7 +215,7 @@ def test_a_folder_that_will_not_do_is_named(hf, tmp_path, files, message):
 def test_the_folder_without_its_kind_is_answered_with_it(hf):
     with pytest.raises(ValueError, match=rf"hf:DIR; for its tokenizer\.json write hf:{hf}"):
         load_tokenizer(str(hf))
-    with pytest.raises(ValueError, match=rf"no folder with a tokenizer\.json; name its folder, hf:{hf}"):
+    with pytest.raises(ValueError, match=rf"not a folder with a tokenizer\.json; name its folder, hf:{hf}"):
         load_tokenizer(f"hf:{hf}/tokenizer.json")
 
 

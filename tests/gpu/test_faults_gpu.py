@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2,
 
 def test_a_stuck_kernel_is_found(tmp_path):
     with Run(tmp_path, "sleep@1", "parallel.tp=2", "train.hang_seconds=15", ranks=2, on_gpus=True) as run:
-        run.wait_for("where all ranks stand:")
+        run.wait_for("activity of all ranks:")
         status, _, output = run.end()
     assert status == 1 and re.search(r"exitcode *: 124", output)
     asleep, waiting = (output.split(f"rank {rank} (pp 0")[1].split("the main thread:")[0] for rank in (1, 0))
@@ -29,7 +29,7 @@ def test_a_stuck_kernel_is_found(tmp_path):
 def test_a_replay_that_stands_still_is_found(tmp_path):
     keys = "parallel.tp=2", "train.cuda_graph=on", "train.hang_seconds=15"
     with Run(tmp_path, "halt@1", *keys, ranks=2, on_gpus=True) as run:
-        run.wait_for("where all ranks stand:")
+        run.wait_for("activity of all ranks:")
         status, _, output = run.end()
     assert status == 1 and re.search(r"exitcode *: 124", output) and "kernels and copies of a step" in output
     asleep, waiting = (output.split(f"rank {rank} (pp 0")[1].split("the main thread:")[0] for rank in (1, 0))

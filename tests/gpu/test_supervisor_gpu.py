@@ -19,7 +19,7 @@ def test_a_killed_and_a_stopped_rank_cost_a_restart(tmp_path, graph):
     job.more += ["train.hang_seconds=40"]  # a first start compiles kernels
     try:
         job.until(lambda: job.step() > 10, "step 10")
-        for kind, number in (("was killed by SIGKILL", signal.SIGKILL), ("stood still", signal.SIGSTOP)):
+        for kind, number in (("was killed by SIGKILL", signal.SIGKILL), ("made no progress", signal.SIGSTOP)):
             starts = len(job.rows("start"))
             os.kill(job.ranks_of(0)[1], number)
             assert job.until(lambda: len(job.rows("start")) > starts, "recovery")

@@ -407,9 +407,9 @@ SPLIT_DEFECTS = {
     "weights too early": (
         2,
         lambda a: a.insert(find(a, BackwardInput), a.pop(find(a, BackwardWeight))),
-        "no backward has put off what it computes",
+        "no backward has deferred these weight gradients",
     ),
-    "weights of a whole backward": (0, lambda a: a.append(BackwardWeight(0, 0, last=True)), "no backward has put off"),
+    "weights of a whole backward": (0, lambda a: a.append(BackwardWeight(0, 0, last=True)), "no backward has deferred"),
     "last weights missing": (2, lambda a: mark_last(a, -1, False, BackwardWeight), WEIGHTS_LAST),
     "last weights too early": (2, lambda a: mark_last(a, 0, True, BackwardWeight), WEIGHTS_LAST),
     "last input missing": (
@@ -762,10 +762,10 @@ def test_the_notation_explains_the_signs_that_are_drawn():
     "args, message",
     [
         (["--pp", "2"], "required: --microbatches"),
-        (["--pp", "x", "--microbatches", "2"], "--pp: x is no whole number"),
-        (["--pp", "0", "--microbatches", "2"], "--pp: 0 is no whole number of 1 or more"),
-        (["--pp", "2", "--vp", "0", "--microbatches", "2"], "--vp: 0 is no whole number of 1 or more"),
-        (["--pp", "2", "--microbatches", "0"], "--microbatches: 0 is no whole number of 1 or more"),
+        (["--pp", "x", "--microbatches", "2"], "--pp: x is not a whole number"),
+        (["--pp", "0", "--microbatches", "2"], "--pp: 0 is not a whole number of 1 or more"),
+        (["--pp", "2", "--vp", "0", "--microbatches", "2"], "--vp: 0 is not a whole number of 1 or more"),
+        (["--pp", "2", "--microbatches", "0"], "--microbatches: 0 is not a whole number of 1 or more"),
         (["--pp", "1", "--vp", "2", "--microbatches", "2"], "--vp 2 interleaves"),
         (["--pp", "2", "--vp", "2", "--microbatches", "2", "--schedule", "zb-h1"], "zb-h1 has one chunk a rank"),
         (["--pp", "2", "--microbatches", "2", "--forward", "0"], "forward_seconds=0.0 must be positive"),

@@ -513,7 +513,7 @@ def test_a_batch_too_small_for_the_pipeline_is_doubted(capsys):
     )
     assert capsys.readouterr().err == (
         "warning: train.global_batch_size=16 gives each of 2 data ranks 2 microbatches for a pipeline of "
-        "parallel.pp=4, so it is hardly the batch of a job of 8 GPUs; give the job's own, as in "
+        "parallel.pp=4, which they do not fill; give the batch of the whole job, such as "
         "train.global_batch_size=16, two samples a GPU\n"
     )
 
@@ -531,7 +531,7 @@ def test_progress_is_told_on_a_terminal_alone(capsys, monkeypatch):
 @pytest.mark.parametrize(
     "argv,message",
     [
-        (["--world", "many"], "argument --world: many is no whole number"),
+        (["--world", "many"], "argument --world: many is not a whole number"),
         (["--world", "4", "--ranks", "first,4"], "--ranks=first,4 does not name ranks of --world=4; use first, middle"),
         (["--world", "2", "parallel.tp=4"], "needs 4 ranks, but there are 2"),
         (["--wurld", "2"], "unknown option --wurld"),

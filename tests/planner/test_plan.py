@@ -181,19 +181,19 @@ def test_a_job_that_does_not_fit_is_one_line_and_status_1():
 @pytest.mark.parametrize(
     "argv, message",
     [
-        (["--world", "0", "--device", "h100"], "argument --world: 0 is no whole number of 1 or more"),
+        (["--world", "0", "--device", "h100"], "argument --world: 0 is not a whole number of 1 or more"),
         (
             ["--world", "8", "--device", "v100"],
             "--device v100 is not in .*devices.json; use h200, h100, a100, a100-40gb",
         ),
         (["--world", "8", "--device", "h100", "--fabric", "x"], "--fabric x is not in .*; use ndr400, a3-mega, "),
-        (["--world", "8", "--device", "h100", "--tokens", "inf"], "--tokens: inf is no positive number"),
-        (["--world", "many", "--device", "h100"], "argument --world: many is no whole number of 1 or more"),
-        (["--world", "8", "--device", "h100", "--tokens", "many"], "--tokens: many is no positive number"),
-        (["--world", "5", "--device", "h100", "--search"], "train.global_batch_size=48 is no multiple of"),
+        (["--world", "8", "--device", "h100", "--tokens", "inf"], "--tokens: inf is not a positive number"),
+        (["--world", "many", "--device", "h100"], "argument --world: many is not a whole number of 1 or more"),
+        (["--world", "8", "--device", "h100", "--tokens", "many"], "--tokens: many is not a positive number"),
+        (["--world", "5", "--device", "h100", "--search"], "train.global_batch_size=48 is not a multiple of"),
         (["--world", "8", "--device", "h100", "--search", "--draw", "x"], "--draw shows one plan; leave --search and"),
         (["--world", "6", "--device", "h100", "parallel.tp=4"], "does not divide the world of 6 ranks"),
-        (["--world", "8", "--device", "h100", "--devices", "none.json"], "none.json is no table of devices"),
+        (["--world", "8", "--device", "h100", "--devices", "none.json"], "none.json is not a table of devices"),
     ],
 )
 def test_mistakes(argv, message):
@@ -307,7 +307,7 @@ def test_a_sweep_plans_every_combination(capsys):
     assert all("does not divide the world of 7 ranks" in row["error"] for row in rows[4:]) and rows[4]["error"] in text
     searched = json.loads(printed(capsys, *argv, "--search", "--json"))
     assert all(best["step_seconds"] <= row["step_seconds"] for best, row in zip(searched[:4], rows))
-    with pytest.raises(ValueError, match="world is no KEY=VALUE,VALUE"):
+    with pytest.raises(ValueError, match="world is not KEY=VALUE,VALUE"):
         tool.main([*DP8, "--sweep", "world"])
 
 

@@ -328,7 +328,7 @@ def test_the_peak_is_that_of_all_operations_of_a_step(pp, vp, microbatches):
     keys = f"parallel.pp={pp} parallel.vp={vp} train.global_batch_size={microbatches} train.micro_batch_size=1"
     memory = Memory(cli.load([*SMALL, "model.num_layers=8", *keys.split()]), pp, gpus_per_node=1)
     for rank in range(pp):
-        working = [memory._working(stage) for stage in memory.stages(rank)]
+        working = [memory._backward_extra(stage) for stage in memory.stages(rank)]
         every = memory.activations(rank, operations(pp, vp, microbatches, rank, "1f1b"))
         bytes_held = [
             after if isinstance(op, Forward) else max(before, after) + working[op.chunk] for op, before, after in every
@@ -674,7 +674,7 @@ def test_what_pieces_leave_exposed(tp, software, ratio):
     ranks = [1] * tp if software == "megatron" else [1, *(2**i for i in range(tp.bit_length() - 1))]
     for gather in (True, False):
         parts = Counter()
-        work._with(parts, num_bytes, 1.0, gather=gather)
+        work._add_needed(parts, num_bytes, 1.0, gather=gather)
         assert parts["tp_exposed"] + parts["tp_hidden"] == pytest.approx(ratio * (tp - 1) / tp)
         multiplied = copied = 0.0
         for i, count in enumerate(ranks if gather else ranks[::-1]):
@@ -887,9 +887,11 @@ def test_a_broken_table_of_devices_is_one_line(tmp_path):
     ]
     for text in ("{", *map(json.dumps, tables)):
         path.write_text(text)
-        with pytest.raises(ValueError, match="devices.json is no table of devices .*; it needs `devices` with gpu, "):
+        with pytest.raises(
+            ValueError, match="devices.json is not a table of devices .*; it needs `devices` with gpu, "
+        ):
             read_machines(path)
-    with pytest.raises(ValueError, match="is no table of devices"):
+    with pytest.raises(ValueError, match="is not a table of devices"):
         read_machines(tmp_path / "none.json")
 
 
@@ -989,9 +991,9 @@ def test_what_less_memory_costs_is_what_trying_everything_finds(memory_gib):
                 every.append(job)
     assert len(found) > 1
     for one, less in zip(found, found[1:]):
-        assert one.step_seconds < less.step_seconds and less.memory_gib < search_module.LESS * one.memory_gib
-        fastest = min(j.step_seconds for j in every if j.memory_gib < search_module.LESS * one.memory_gib)
-        assert less.step_seconds <= fastest * search_module.NEAR
+        assert one.step_seconds < less.step_seconds and less.memory_gib < search_module.MEMORY_STEP * one.memory_gib
+        fastest = min(j.step_seconds for j in every if j.memory_gib < search_module.MEMORY_STEP * one.memory_gib)
+        assert less.step_seconds <= fastest * search_module.BOUND_SLACK
 
 
 def test_uneven_stages_are_found_where_layers_do_not_divide():

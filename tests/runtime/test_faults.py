@@ -72,7 +72,7 @@ def test_a_hang_is_reported_with_rank_coordinates_action_and_collective(tmp_path
     forward = r"host: step 3, Forward\(mb=1, chunk=0\), all-gather over tp \([\d,]+ bytes\), together ranks 2, 3"
     assert re.search(forward, blocks[3])
     assert re.search(r"host: step 3, Backward\(.*\), exchange over pp \([\d,]+ bytes\), together ranks 0, 2", blocks[0])
-    everyone = output.split("where all ranks stand:\n")[1]
+    everyone = output.split("activity of all ranks:\n")[1]
     assert re.match(
         r"  ranks 0, 1: step 3, Backward.*\n  rank 2: step 3, Forward\(mb=1, chunk=0\)\n  rank 3: ", everyone
     ), everyone

@@ -584,7 +584,7 @@ def test_a_full_disk_costs_records_and_one_warning(tmp_path, capsys, monkeypatch
     output = capsys.readouterr()
     assert output.err == (
         f"warning: {files['metrics.jsonl']} cannot be written: file too large; training goes on, and "
-        "records are missing in the logs until there is room\n"
+        "records are missing in the logs until the disk has space\n"
     )
     assert all(f"after step {step}\n" in output.out for step in range(1, 10))
 

@@ -19,10 +19,10 @@ def starts_of(store, world, secret=""):
     """The number that each rank of one start learns."""
     store = SignedStore(store, Signer(secret, "job"))
     with ThreadPoolExecutor(world) as threads:
-        others = [threads.submit(rendezvous._ask, store, rank) for rank in range(1, world)]
-        first = threads.submit(rendezvous._answer, store, world, PATIENCE)
-        numbers, drawn = zip(*(future.result() for future in (first, *others)))
-        assert len(set(drawn)) == 1
+        others = [threads.submit(rendezvous._request, store, rank) for rank in range(1, world)]
+        first = threads.submit(rendezvous._reply, store, world, PATIENCE)
+        numbers, nonces = zip(*(future.result() for future in (first, *others)))
+        assert len(set(nonces)) == 1
         return list(numbers)
 
 
@@ -30,24 +30,24 @@ def test_the_dead_of_earlier_starts_do_not_count():
     store = dist.HashStore()
     assert starts_of(store, 4) == [1] * 4
     for _ in range(3):
-        store.add("questions", 1)  # ranks that asked and were killed before rank 0 answered
+        store.add("requests", 1)  # requests of ranks that were killed before rank 0 replied
     assert starts_of(store, 2) == [2] * 2
-    store.add("starts", 1)  # rank 0 was killed before the others asked
+    store.add("starts", 1)  # rank 0 was killed before the others wrote requests
     assert starts_of(store, 5) == [4] * 5
 
 
 def test_a_rank_that_does_not_come():
     store = SignedStore(dist.HashStore(), Signer())
     with ThreadPoolExecutor(1) as threads:
-        threads.submit(rendezvous._ask, store, 2)
+        threads.submit(rendezvous._request, store, 2)
         with pytest.raises(TimeoutError, match="rank 1 of 3"):
-            rendezvous._answer(store, 3, 1.0)
+            rendezvous._reply(store, 3, 1.0)
 
 
-def test_a_stranger_s_answers_and_arrivals_are_ignored():
+def test_a_stranger_s_replies_and_arrivals_are_ignored():
     store = dist.HashStore()
-    for question in range(1, 4):
-        store.set(f"answer-{question}", "7 0123")  # the stranger does not have the secret
+    for request in range(1, 4):
+        store.set(f"reply-{request}", "7 0123")  # the stranger does not have the secret
     store.append("arrived-1", "1\n2\n\xff\n")
     assert starts_of(store, 3, "secret") == [1] * 3
 

@@ -201,9 +201,9 @@ def _stand_in(rank: int, world: int, ledger: counting.Ledger, connection: Connec
     kept = dist.HashStore()
     others = rendezvous.SignedStore(dist.PrefixStore("minitron", kept), rendezvous.Signer())
     if rank == 0:
-        others.add("questions", world - 1)
+        others.add("requests", world - 1)
     else:
-        others.set("answer-1", "1 random")
+        others.set("reply-1", "1 random")
     store = Meeting(kept, ledger.add, others)
     dist.TCPStore = lambda *_, **__: store
     stop.connect = lambda signer: rendezvous.SignedStore(store.clone(), signer)
@@ -216,7 +216,7 @@ def _stand_in(rank: int, world: int, ledger: counting.Ledger, connection: Connec
 
 
 class Meeting(counting.CountingStore):
-    """The store in which the other ranks wait for rank 0's answers, see minitron.runtime.rendezvous."""
+    """The store in which the other ranks wait for rank 0's replies, see minitron.runtime.rendezvous."""
 
     def __init__(self, store: dist.Store, add: Callable[[str, int], None], others: rendezvous.SignedStore):
         super().__init__(store, add)
@@ -224,7 +224,7 @@ class Meeting(counting.CountingStore):
 
     def set(self, key: str, value: Any) -> None:
         super().set(key, value)
-        if key.startswith("minitron/answer-"):
+        if key.startswith("minitron/reply-"):
             self.others.append("arrived-1", key.rpartition("-")[2])
 
 

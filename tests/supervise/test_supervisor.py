@@ -194,7 +194,7 @@ def test_the_rank_that_stands_still_is_named_not_those_that_waited_for_it(tmp_pa
             nodes.do(rank, f"sys.exit({HUNG})")
         nodes.do(3, killed(signal.SIGSTOP))
         assert nodes.end() == [0, 0], nodes.said()
-    assert nodes.causes() == ["rank 3 on host1 stood still"]
+    assert nodes.causes() == ["rank 3 on host1 made no progress"]
 
 
 # nvidia-smi of a node: what the file gpus-NODE holds.
@@ -295,7 +295,7 @@ def test_of_two_supervisors_of_a_node_the_older_one_leaves(tmp_path):
         older = nodes.steps(3).processes[1]
         nodes.start(1)
         assert older.wait(PATIENCE) == 143 and nodes.end() == [0, 0], nodes.said()
-    assert nodes.causes() == ["node 1 (host1) is lost"] and "another supervisor has come as node 1" in nodes.said()
+    assert nodes.causes() == ["node 1 (host1) is lost"] and "another supervisor has started as node 1" in nodes.said()
     assert len(list(tmp_path.glob("step-*"))) == 20
 
 
@@ -359,7 +359,7 @@ def test_no_node_is_dead_while_the_disk_of_the_beats_is_full(tmp_path, monkeypat
 
     def leads():
         now[0] += 0.5
-        node.show()
+        node.write_heartbeat()
         return node.leader.leads(1)
 
     assert not any([leads() for _ in range(4 * int(args.dead_seconds))])
@@ -405,31 +405,31 @@ def test_a_beat_that_is_not_whole_is_none(leader, tmp_path, monkeypatch):
 @pytest.mark.parametrize("leaving, excluded", [("got SIGTERM", []), (f"{STUCK} in 120 s", ["host1"])])
 def test_a_node_that_is_of_no_use_is_excluded_and_one_that_was_told_to_end_is_not(leader, leaving, excluded):
     beats = [beat_of(0), beat_of(1, leaving=leaving)]
-    ended = leader.restart(stopped(*beats), dict(enumerate(beats)), beats[:1])
+    ended = leader.after_stop(stopped(*beats), dict(enumerate(beats)), beats[:1])
     assert (ended["status"], ended["excluded"]) == (REQUEUE, excluded)
 
 
 def test_a_round_waits_for_each_node_s_look_at_itself(leader):
     beats = [beat_of(0), beat_of(1, looked="the round before")]
-    assert leader.restart(stopped(*beats), dict(enumerate(beats)), beats) is None
+    assert leader.after_stop(stopped(*beats), dict(enumerate(beats)), beats) is None
     beats[1]["looked"] = "b"
-    assert leader.restart(stopped(*beats), dict(enumerate(beats)), beats)["state"] == "run"
+    assert leader.after_stop(stopped(*beats), dict(enumerate(beats)), beats)["state"] == "run"
 
 
 def test_without_a_spare_the_job_goes_back_to_the_queue_without_the_unfit_node(leader):
     beats = [beat_of(0, ended={"0": -9}), beat_of(1, unfit="GPU 0000:3b:00 is no longer visible")]
-    ended = leader.restart(stopped(*beats), dict(enumerate(beats)), beats)
+    ended = leader.after_stop(stopped(*beats), dict(enumerate(beats)), beats)
     assert (ended["state"], ended["status"], ended["excluded"]) == ("end", REQUEUE, ["host1"])
 
 
 def test_an_unfit_node_goes_while_the_others_wait_for_one_in_its_place(leader):
     leader.args.rejoin_seconds = 60.0
     beats = [beat_of(0, ended={"0": -9}), beat_of(1, unfit="GPU 0000:3b:00 is no longer visible")]
-    waits = leader.restart(stopped(*beats), dict(enumerate(beats)), beats)
+    waits = leader.after_stop(stopped(*beats), dict(enumerate(beats)), beats)
     assert (waits["state"], waits["excluded"]) == ("stop", ["host1"]) and "GPU 0000:3b:00" in waits["left"]
-    assert leader.restart(waits, dict(enumerate(beats)), beats[:1]) is None
+    assert leader.after_stop(waits, dict(enumerate(beats)), beats[:1]) is None
     other = beat_of(2)
-    assert leader.restart(waits, {0: beats[0], 2: other}, [beats[0], other])["state"] == "run"
+    assert leader.after_stop(waits, {0: beats[0], 2: other}, [beats[0], other])["state"] == "run"
 
 
 @pytest.mark.parametrize("off", [-3600.0, 3600.0])

@@ -212,7 +212,7 @@ def test_every_tensor_is_that_of_the_same_model_from_hugging_face(source, tmp_pa
 def test_without_arguments_keys_say_it_and_win(source, tmp_path):
     gpt, model, expected = source
     folder = write(tmp_path / "ckpt", megatron_of(model, gpt))
-    assert "has no arguments of a run; say model.num_heads=N" in error_of(folder, tmp_path / "x")
+    assert "has no arguments of a run; give model.num_heads=N" in error_of(folder, tmp_path / "x")
     keys = ["model.num_heads=4", "model.vocab_size=90", "model.norm_eps=1e-5"]
     keys += (
         ["model.num_kv_heads=null"]
@@ -256,9 +256,9 @@ def llama(tmp_path, change=None, args=LLAMA):
             [],
             "has no decoder.layers.mlp.linear_fc1.weight",
         ),
-        (lambda t: t.pop("embedding.word_embeddings.weight"), {}, [], "it is no dense GPT of Megatron's (it has"),
-        (None, {"rotary_interleaved": True}, [], "its argument rotary_interleaved=True is nothing that minitron"),
-        (None, {"num_experts": 8}, [], "its argument num_experts=8 is nothing that"),
+        (lambda t: t.pop("embedding.word_embeddings.weight"), {}, [], "it is not a dense GPT of Megatron's (it has"),
+        (None, {"rotary_interleaved": True}, [], "its argument rotary_interleaved=True is not supported by minitron"),
+        (None, {"num_experts": 8}, [], "its argument num_experts=8 is not supported by"),
         (None, {"num_query_groups": 4}, [], "linear_qkv.weight has shape [64, 32], and [96, 32] in the model that"),
         (None, {"num_attention_heads": 3}, [], "model.num_heads=3 does not divide model.hidden_size=32"),
         (None, {}, ["model.num_head=4"], "model.num_head"),
@@ -452,7 +452,7 @@ def test_a_pickle_that_would_run_code_is_refused_and_not_run(tmp_path, place, mo
     elif place == "common":
         torch.save({"args": Harm()}, folder / "common.pt")
         message = error_of(folder, tmp_path / "o")
-        assert "common.pt is refused: it calls for posix.system" in message and "say model.num_heads=N" in message
+        assert "common.pt is refused: it calls for posix.system" in message and "give model.num_heads=N" in message
         convert(folder, tmp_path / "o", "model.num_heads=4", "model.num_kv_heads=2")  # keys do without it
     else:
         buffer = io.BytesIO()
@@ -482,7 +482,7 @@ def test_damaged_files_are_named(tmp_path):
     (shard,) = folder.glob("*.distcp")
     for data, message in (
         (whole[: len(whole) // 2], ".metadata is refused"),
-        (pickle.dumps([1]), "is no index of a torch_dist checkpoint"),
+        (pickle.dumps([1]), "is not an index of a torch_dist checkpoint"),
         (whole.replace(shard.name.encode(), b"../" + shard.name.encode()[3:]), "which is not beside it"),
     ):
         (folder / ".metadata").write_bytes(data)

@@ -296,7 +296,7 @@ def test_a_checkpoint_without_a_part_of_its_index(tmp_path):
         save(whole["config"] | {section: whole["config"][section] | {key: value}})
         both(f"index.json: {section}.{key}=")
     save(whole["config"] | {"data": {"tokenizer": 3}})
-    with pytest.raises(ValueError, match="'3' is none of bytes"):
+    with pytest.raises(ValueError, match="'3' is not one of bytes"):
         run(tmp_path, "--prompt", "a", "--cpu")
     convert_hf.main(["export", str(step), str(tmp_path / "out")])
     save(whole["config"] | {"precision": {}}, {"data": {"x": 1}})

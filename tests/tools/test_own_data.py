@@ -100,7 +100,7 @@ def test_a_text_that_has_no_more_pieces_says_so(tmp_path, capsys):
     "more, message",
     [
         (["--vocab-size", "100"], "--vocab-size=100: a vocabulary has at least its bytes"),
-        (["--sample-mb", "0"], "--sample-mb: 0 is no positive number"),
+        (["--sample-mb", "0"], "--sample-mb: 0 is not a positive number"),
         (["--output", "in.jsonl"], "in.jsonl exists already"),
         (["--text-field", "body"], "line 1 has no text under the key 'body'; correct the line or --text-field (it has"),
         (["--input", "no.jsonl"], "no.jsonl: no such input file; correct --input"),

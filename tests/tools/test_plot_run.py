@@ -283,7 +283,7 @@ def test_what_a_run_has_not_logged_has_no_panel_and_smoothing_has_its_option(tmp
     assert [axes.get_ylabel() for axes in figure.axes] == ["loss (nats per token)", "tokens/s"]
     assert figure.axes[0].get_title(loc="left") == "Training of a"
     assert [line.get_label() for line in figure.axes[0].lines] == ["training"]  # so few steps are their own mean
-    assert "--smooth: 0 is no whole number" in error_of(run, "--smooth", 0)
+    assert "--smooth: 0 is not a whole number" in error_of(run, "--smooth", 0)
 
 
 def numerics(step, worst):

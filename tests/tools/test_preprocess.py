@@ -186,14 +186,17 @@ def test_an_error_in_a_worker_is_one_line_and_leaves_nothing(tmp_path):
     "changes, message",
     [
         ({"--input": "absent"}, "absent: no such input file; correct --input"),
-        ({"--workers": "0"}, "--workers: 0 is no whole number"),
+        ({"--workers": "0"}, "--workers: 0 is not a whole number"),
         ({"--workers": "9999999"}, "--workers 9999999: that many processes"),
         ({"--tokenizer": "gpt9:x"}, "--tokenizer='gpt9:x' is none of"),
         ({"--output-prefix": "old"}, "old_text_document.idx exists already; delete it or choose another"),
         ({"--output-prefix": "in.jsonl/out"}, "in.jsonl/out_text_document: cannot be written"),
         ({"--output-prefix": "/proc/nope/x"}, "/proc/nope/x_text_document: cannot be written"),
         ({"--json-keys": "text"}, "--json-keys text text: 'text' is there twice; name each key once"),
-        ({"--workers": "many"}, "argument --workers: many is no whole number of 1 or more; --help lists what there is"),
+        (
+            {"--workers": "many"},
+            "argument --workers: many is not a whole number of 1 or more; --help lists what there is",
+        ),
     ],
 )
 def test_bad_arguments_are_one_line(tmp_path, monkeypatch, changes, message):
@@ -413,8 +416,8 @@ INDICES = POINTERS + 3 * 8
         ),
         (lambda d: write(d / "d", []), [], "d.bin: no tokens in 0 documents"),
         (lambda d: write(d / "d", [[], []]), [], "d.bin: no tokens in 2 documents"),
-        (lambda d: None, ["--samples", "-1"], "--samples: -1 is no whole number"),
-        (lambda d: None, ["--vocab-size", "0"], "--vocab-size: 0 is no whole number"),
+        (lambda d: None, ["--samples", "-1"], "--samples: -1 is not a whole number"),
+        (lambda d: None, ["--vocab-size", "0"], "--vocab-size: 0 is not a whole number"),
         (lambda d: None, ["--tokenizer", "x"], "--tokenizer='x' is none of"),
         (lambda d: None, ["--vocab"], "argument --vocab-size: expected one argument"),
         (

@@ -320,7 +320,7 @@ def test_of_a_repeated_step_the_last_counts_and_an_unfinished_line_is_no_mistake
         ({"--file": None}, "the following arguments are required: --file"),
         ({"--batch_size": None}, "the following arguments are required: --batch_size"),
         ({"--num_accelerators": None}, "the following arguments are required: --num_accelerators"),
-        ({"--batch_size": "0"}, "argument --batch_size: 0 is no whole number"),
+        ({"--batch_size": "0"}, "argument --batch_size: 0 is not a whole number"),
         ({"--model_type": None}, "what a sample costs is missing; give --model_type, --model_flops or --config"),
         ({"--model_type": "gpt4"}, "argument --model_type: invalid choice: 'gpt4'"),
         (

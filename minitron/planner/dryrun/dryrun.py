@@ -51,19 +51,19 @@ PARTS = (*PERSISTENT, "activations", "other")
 
 
 class Record(NamedTuple):
-    """A collective as one rank takes part in it, with the bytes that it puts in; or a message, a "send" or a "recv"."""
+    """One rank's part in a collective, with the bytes that it contributes; or a message, a "send" or a "recv"."""
 
     kind: str
     axis: str
     num_bytes: int
     dtype: torch.dtype
-    ranks: tuple[int, ...]  # who takes part; of a message the peer
-    action: object  # of the schedule, in which it begins
+    ranks: tuple[int, ...]  # those that take part; for a message the peer
+    action: object  # the action of the schedule in which it begins
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank's step took.
+    """The record of one rank's step.
 
     memory: bytes by part at the peak, which is in `peak_action`. timeline: (action, most bytes allocated in it), all
     actions in order, the first ones before the step. collectives: in order. replaced: kernels, in words.
@@ -125,7 +125,7 @@ def fake_world(world: int, rank: int, device: str = "meta") -> Iterator[None]:
 
 
 def walk_step(cfg: Config, mesh: Mesh, begun: Callable[[object], None] = lambda action: None) -> Report:
-    """Build this rank and run a step, watched, on the mesh's device; what repeats itself is not run again."""
+    """Build this rank and run a recorded step on the mesh's device. Repeated microbatches are not run again."""
     start, p = time.perf_counter(), cfg.parallel
     count = cfg.num_microbatches(mesh.dp.size)
     few = repeats.microbatches_to_walk(p.pp, p.vp, count)
@@ -137,7 +137,7 @@ def walk_step(cfg: Config, mesh: Mesh, begun: Callable[[object], None] = lambda 
 
 
 def _walk(cfg: Config, mesh: Mesh, schedule: Schedule, begun: Callable[[object], None]) -> Report:
-    """Run a step of the microbatches of `schedule`, watched; the batches of the others are allocated, as in the run."""
+    """Run and record a step of `schedule`. The batches of all microbatches are allocated, as in the run."""
     walk = MemoryWalk(casts=cfg.precision.fp8 != "none")
 
     def begin(action: object) -> None:
@@ -157,7 +157,7 @@ def _walk(cfg: Config, mesh: Mesh, schedule: Schedule, begun: Callable[[object],
 
 
 def _expanded(report: Report, few: Schedule, every: Schedule, rank: int) -> Report | None:
-    """Return the report of every microbatch from that of a few; None if the walk does not repeat itself."""
+    """Return the report of all microbatches from that of a few; None if the walk does not repeat."""
     walked, whole = few.ranks[rank], every.ranks[rank]
     first = [action for action, _ in report.timeline].index(walked[0])
     before, step, after = (
@@ -188,7 +188,7 @@ def make_mesh(cfg: Config, world: int) -> Mesh:
     tied = cfg.model.tie_embeddings
     if world == 1:
         return Mesh.offline(device="meta")
-    alone = 1 if cfg.optimizer.reduces_in == "bf16" else None  # each rank is a node, since it shares no memory
+    alone = 1 if cfg.optimizer.reduces_in == "bf16" else None  # each rank counts as a node: it shares no memory
     return Mesh.create(tp=p.tp, pp=p.pp, cp=p.cp, tied=tied, device="meta", node_ranks=alone)
 
 
@@ -212,7 +212,7 @@ def prepare(cfg: Config, mesh: Mesh, schedule: MakeSchedule | None = None, chose
 def run_step(trainer: Trainer, read: int | None = None) -> None:
     """Run one step on random tokens. Collective over the world.
 
-    read: the first so many microbatches are read (None: all), the others have memory alone.
+    read: how many microbatches are read (None: all); the others are only allocated.
     """
     cfg, t, dp = trainer.cfg, trainer.cfg.train, trainer.mesh.dp.size
     samples = t.global_batch_size if read is None else read * t.micro_batch_size * dp
@@ -222,7 +222,7 @@ def run_step(trainer: Trainer, read: int | None = None) -> None:
     batches = loader.step(0, 1)
     for _ in range(cfg.num_microbatches(dp) - len(batches)):
         batches.append(replace(batches[0], packed=batches[0].packed.clone()))
-    trainer.mesh.activity.begin_step(cfg.log.numerics_every)  # a step that counts casts needs most memory
+    trainer.mesh.activity.begin_step(cfg.log.numerics_every)  # a step that counts casts needs the most memory
     trainer.step(batches, cfg.optimizer.lr)
     loader.close()
 
@@ -274,13 +274,13 @@ def command(cfg: Config, options: argparse.Namespace) -> None:
     ranks = choose_ranks(options.ranks, pp, world, fullest)
     warn_of_bubble(cfg, world)
     reports = [
-        dry_run(cfg, world, rank, Progress(f"rank {rank}, {i} of {len(ranks)}")) for i, rank in enumerate(ranks, 1)
+        dry_run(cfg, world, rank, ProgressLine(f"rank {rank}, {i} of {len(ranks)}")) for i, rank in enumerate(ranks, 1)
     ]
     with cli.output():
         print(as_json(reports) if options.json else "\n".join(table(cfg, world, reports, fullest)))
 
 
-class Progress:
+class ProgressLine:
     """Shows the progress of a rank's dry run in a line on a terminal, and clears it at the end of the step."""
 
     def __init__(self, what: str):
@@ -297,13 +297,12 @@ class Progress:
 
 
 def warn_of_bubble(cfg: Config, world: int) -> None:
-    """Print a warning if the batch is hardly that of a job of so many GPUs: most of its step would be a bubble."""
+    """Print a warning if the batch does not fill the pipeline: most of its step would be a bubble."""
     batch, pp, dp = cfg.train.global_batch_size, cfg.parallel.pp, cfg.dp(world)
     if (count := cfg.num_microbatches(dp)) < pp:
         why = f"gives each of {dp} data ranks {count} microbatches for a pipeline of parallel.pp={pp}"
-        fix = f"give the job's own, as in train.global_batch_size={2 * world}, two samples a GPU"
-        hardly = f"so it is hardly the batch of a job of {world} GPUs"
-        print(f"warning: train.global_batch_size={batch} {why}, {hardly}; {fix}", file=sys.stderr)
+        fix = f"give the batch of the whole job, such as train.global_batch_size={2 * world}, two samples a GPU"
+        print(f"warning: train.global_batch_size={batch} {why}, which they do not fill; {fix}", file=sys.stderr)
 
 
 def choose_ranks(names: str, pp: int, world: int, fullest: int = 0) -> list[int]:
@@ -358,7 +357,7 @@ def table(cfg: Config, world: int, reports: list[Report], fullest: int) -> Itera
         counts = [total.get(name, (0, 0)) for total in totals]
         yield row(name, (f"{count:,} x, {gib(num_bytes)}" for count, num_bytes in counts))
     yield row("seconds for this", (f"{r.seconds:.1f}" for r in reports))
-    yield "of collectives: how many, and the bytes that this rank puts in"
+    yield "collectives: how many, and the bytes that this rank contributes"
     yield f"replaced: {'; '.join(reports[0].replaced)}"
     yield "left out: workspaces of libraries, NCCL's and shared buffers, the CUDA context, fragmentation"
 

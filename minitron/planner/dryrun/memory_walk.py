@@ -10,8 +10,8 @@ schedule holds for other ranks, and the life of each temporary:
     z = gelu(y)         +z                     y + z     the peak
     del y, z            -y, -z                 0         if autograd needs y for its backward, -y comes there
 
-The log is read when the run is over: how much was allocated at the peak, whose it was, and what each action of the
-schedule reached. Views and results in place are storages that are known already. Sizes are rounded as torch's CUDA
+The log is read when the run is over: how much was allocated at the peak, its parts, and the most bytes in each action
+of the schedule. Views and results in place are storages that are known already. Sizes are rounded as torch's CUDA
 allocator rounds them, so that peaks compare with torch.cuda.max_memory_allocated. Left out: what libraries take for
 themselves (workspaces, NCCL's buffers, the context) and the allocator's fragmentation.
 """
@@ -35,12 +35,12 @@ _once = lru_cache(None)(cached_by_shape)
 
 
 class MemoryWalk(TorchDispatchMode):
-    """Sees every operation inside of `with`. casts: the schedule leaves FP8 casts of weights."""
+    """Records the allocations of every operation inside of `with`. casts: the schedule leaves FP8 casts of weights."""
 
     def __init__(self, casts: bool = False):
         super().__init__()
         self.casts = casts
-        self.parts: list[str] = []  # of each storage, by its number in order of birth
+        self.parts: list[str] = []  # the part of each storage, by its number in order of birth
         self.alive: dict[int, tuple[int, weakref.ref]] = {}  # address -> number
         self.log: list[tuple[int, int]] = []  # (number, bytes), negative at a death
         self.actions: list[tuple[object, int]] = [("build", 0)]  # (what began, length of the log then)

@@ -1,7 +1,7 @@
-"""Walk microbatches that repeat once: a step of 1,024 follows from its first and last ones.
+"""Walk repeated microbatches only once: a step of 1,024 follows from its first and last ones.
 
-Problem: most microbatches of a dry run do what the one before did. The idea: the schedule of fewer microbatches begins
-and ends as that of all, and repeats a period in between. Walk the short one, and map each action of the whole schedule
+Problem: most microbatches of a dry run repeat the one before. The idea: the schedule of fewer microbatches begins and
+ends like the whole one, and repeats a period in between. Walk the short one, and map each action of the whole schedule
 to a walked one that does the same for another microbatch:
 
     walked, 5 of 8      F F B F B | F B | F B | B B
@@ -11,7 +11,7 @@ to a walked one that does the same for another microbatch:
 This is checked: the orders are compared action by action, and two walked periods must have reached the same bytes and
 communicated the same. If not, all microbatches are walked.
 
-Left out: interleaved schedules whose microbatches are no multiple of pp, whose groups differ in length.
+Left out: interleaved schedules whose microbatches are not a multiple of pp: their groups differ in length.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ def microbatches_to_walk(pp: int, vp: int, num_microbatches: int) -> int:
 
 
 def periods(few: Schedule, whole: Schedule) -> int:
-    """Count the periods that `whole` has more: of one microbatch, or interleaved of one for every rank."""
+    """Count the periods that `whole` has in addition. A period is one microbatch, or interleaved one for each rank."""
     return (whole.num_microbatches - few.num_microbatches) // (few.pp if few.vp > 1 else 1)
 
 
 def expand(
     walked: Sequence[Action], whole: Sequence[Action], more_periods: int, same: Callable[[int, int], bool]
 ) -> list[int] | None:
-    """Return for each action of `whole`, which has so many periods more, the index of its like in `walked`.
+    """Map each action of `whole` to the index of an equivalent action in `walked`; None if they do not match.
 
-    same(i, j): whether the walk found that these two did the same. None if the schedules are not alike in this way.
+    more_periods: the periods that `whole` has in addition. same(i, j): whether these two walked actions did the same.
     """
     few, many = list(_alike(walked)), list(_alike(whole))
     more = len(many) - len(few)
     length = more // more_periods
-    end = _common(few, many)  # of the last period that was walked
+    end = _common(few, many)  # the end of the last walked period
     period = range(end - length, end)
     if length * more_periods != more or period.start < length or end + _common(few[::-1], many[::-1]) < len(few):
         return None
@@ -60,7 +60,7 @@ def _common(a: list, b: list) -> int:
 
 
 def _alike(actions: Sequence[Action]) -> Iterator[tuple]:
-    """Yield all of each action but its microbatch, with the Exchange that it waits for counted from itself.
+    """Yield each action without its microbatch; the Exchange that it waits for is counted relative to it.
 
     A forward's `last` is left out, too: it records an event, and neither allocates nor communicates.
     """
