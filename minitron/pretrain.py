@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
+from socket import gethostname
 
 from minitron.runtime.environment import raise_file_limits, set_defaults
 from minitron.runtime.signals import Listener
@@ -271,16 +272,24 @@ def choose_device(local_rank: int, ranks_here: int) -> tuple[torch.device, str, 
 def open_data(cfg: Config, start: ResumePoint, mesh: Mesh, first_on_node: bool) -> Datasets:
     """Open the data on all ranks, first on one rank of each node, which may build an index. Collective.
 
-    Raises ValueError, on all ranks alike.
+    Raises ValueError, on all ranks alike, also if nodes read different data.
     """
     opened: list[Datasets] = []
 
-    def open_in_turn(turn: bool) -> None:
-        if first_on_node == turn:
-            opened.append(build_data(cfg, start, first_on_node))
+    def open_here() -> tuple[str, dict]:
+        opened.append(build_data(cfg, start, first_on_node))
+        return gethostname(), opened[0].info
 
-    for turn in (True, False):
-        mesh.agreement.decide(partial(open_in_turn, turn), lambda _: None, errors=(ValueError,))
+    def compare(ranks: list) -> None:
+        (first, ours), *others = filter(None, ranks)
+        for node, theirs in others:
+            if key := next((key for key in ours if ours[key] != theirs.get(key)), None):
+                differ = f"{key} is {shown(ours[key])} on {first} and {shown(theirs.get(key))} on {node}"
+                paths = f"data.source={cfg.data.source} data.paths={shown(cfg.data.paths)}"
+                raise ValueError(f"{paths}: {differ}; give all nodes the same files")
+
+    mesh.agreement.decide(lambda: open_here() if first_on_node else None, compare)
+    mesh.agreement.decide(lambda: bool(opened or open_here()), lambda _: None)
     return opened[0]
 
 

@@ -6,12 +6,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 import warm
+from minitron import pretrain as entry
 from minitron.checkpoint.load import ResumePoint
+from minitron.comm.mesh import Mesh
 from minitron.config import cli
 from minitron.data.indexed import IndexedWriter
 from minitron.pretrain import build_data, run
@@ -246,3 +250,31 @@ def test_a_run_that_goes_on_with_another_batch_has_samples_to_its_end(batch):
     cfg = cli.load(["data.source=mock", "train.steps=10", "train.eval_every=0", f"train.global_batch_size={batch}"])
     data = build_data(cfg, ResumePoint(resume=True, step=6, consumed_samples=24))
     assert len(data.train) == 24 + 4 * batch
+
+
+def open_on_a_node(folder, source):
+    """Open the data as a rank of a node with its own disk: two ranks a node. Return its identity, or the error."""
+    node = dist.get_rank() // 2
+    keys = [f"data.source={source}", f"data.paths=[{folder}/{node}/rows]", "data.tokenizer=bytes", "data.split=1"]
+    cfg = cli.load([*TINY, *keys, f"data.cache_dir={folder}/{node}/cache", "train.steps=2", "train.eval_every=0"])
+    with patch.object(entry, "gethostname", lambda: f"node{node}"):
+        try:
+            return entry.open_data(cfg, ResumePoint(), Mesh.create(), dist.get_rank() % 2 == 0).info["train"]
+        except ValueError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("source", ["sft", "indexed"])
+def test_nodes_that_read_different_data_are_named(tmp_path, ranks, source):
+    """Each node has a folder of its own for data and caches, as on local disks."""
+    rows = [json.dumps({"prompt": "a", "completion": "b" * length}) + "\n" for length in range(1, 20)]
+    for node, changed in enumerate(["b", "b", "c"]):
+        (tmp_path / f"{node}").mkdir()
+        (tmp_path / f"{node}/rows").write_text("".join(rows).replace('b"', f'{changed}"'))
+        with IndexedWriter(tmp_path / f"{node}/rows", np.uint16) as writer:
+            writer.add_document(np.frombuffer("".join(rows).encode() + changed.encode(), np.uint8).astype(np.uint16))
+    alike = ranks(4, open_on_a_node, tmp_path, source)
+    assert len(set(alike)) == 1 and "node" not in alike[0]
+    for message in ranks(6, open_on_a_node, tmp_path, source):
+        assert f"data.paths=[{tmp_path}/0/rows]" in message and "on node0 and" in message and "on node2;" in message
+        assert "node1" not in message and "\n" not in message

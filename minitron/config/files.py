@@ -30,14 +30,19 @@ def errors_as(kind: type[ValueError], line: Callable[[Any], str], *caught: type[
         raise kind(line(error)) from error
 
 
-def size_of(path: str | os.PathLike[str]) -> int:
-    """Return the size of a regular file in bytes. Raises OSError, also for a pipe, a device or a folder."""
+def status_of(path: str | os.PathLike[str]) -> os.stat_result:
+    """Return what `os.stat` returns for a regular file. Raises OSError, also for a pipe, a device or a folder."""
     status = os.stat(path)
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
-    return status.st_size
+    return status
+
+
+def size_of(path: str | os.PathLike[str]) -> int:
+    """Return the size of a regular file in bytes. Raises OSError, as `status_of` does."""
+    return status_of(path).st_size
 
 
 def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minitron.config.files import errors_as, read_json
+from minitron.config.files import errors_as, read_json, status_of
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 5.0  # seconds between two looks; each pause is twice the one before
 PATIENCE_SECONDS = 30.0  # the age of NAME.0.partial at which one more process builds; twice as much for the next
@@ -76,6 +76,18 @@ def fingerprint_of(*parts: bytes | memoryview) -> str:
     for part in parts:
         digest.update(part)
     return digest.hexdigest()[:16]
+
+
+def state_of(*paths: str) -> str:
+    """Return 16 hex digits of these paths that change whenever a file is replaced or written. Raises OSError."""
+    files = [(os.path.abspath(path), status_of(path)) for path in paths]
+    return fingerprint_of(repr([(path, f.st_size, f.st_mtime_ns, f.st_ctime_ns) for path, f in files]).encode())
+
+
+def digest_of(path: str | os.PathLike[str]) -> str:
+    """Return the SHA-256 of a file in hex digits. Raises OSError."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def reading(directory: Path) -> AbstractContextManager[None]:
@@ -137,7 +149,7 @@ def _write_contents(folder: Path) -> None:
     draft = folder / f"{CONTENTS}.{secrets.token_hex(4)}"
     with open(draft, "x") as file:
         paths = [path for path in folder.iterdir() if not path.name.startswith(CONTENTS)]
-        json.dump({path.name: [path.stat().st_size, _checksum(path)] for path in paths}, file)
+        json.dump({path.name: [path.stat().st_size, digest_of(path)] for path in paths}, file)
     os.replace(draft, folder / CONTENTS)
 
 
@@ -152,10 +164,5 @@ def _check(folder: Path, checksums: bool) -> None:
         raise ValueError(f"{CONTENTS} is not a list of files")
     for name, (size, checksum) in known.items():
         path = folder / name
-        if path.stat().st_size != size or checksums and _checksum(path) != checksum:
+        if path.stat().st_size != size or checksums and digest_of(path) != checksum:
             raise ValueError(f"{name} differs from its size or checksum in {CONTENTS}")
-
-
-def _checksum(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

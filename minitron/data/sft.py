@@ -25,7 +25,6 @@ tokens, so one process finds them, and all others read them there.
 A special token in the text of a row counts as text, and is reported; `data.special_tokens_in_text` changes that.
 """
 
-import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -38,7 +37,7 @@ import numpy as np
 
 from minitron.config.files import errors_as, parse_json, read_json, size_of, write_json
 from minitron.config.text import short
-from minitron.data.cache import Cache, fingerprint_of, load_arrays, reading, save_arrays
+from minitron.data.cache import Cache, digest_of, fingerprint_of, load_arrays, reading, save_arrays, state_of
 from minitron.data.gpt import Sample
 from minitron.data.indexed import IndexedDataset, IndexedWriter, best_dtype
 from minitron.data.packing import Packing
@@ -76,12 +75,14 @@ class TokenizedFiles:
         self.prefix = ", ".join(self.paths)
         # A tokenizer's fingerprint covers only the mapping from text to ids. bos is hashed too: prompts begin with it.
         hashed = [f"{FORMAT} {tokenizer.fingerprint} {tokenizer.bos}".encode()]
-        for path in self.paths:
-            line = lambda error: f"data.paths: {path} cannot be read ({error.strerror}); name JSONL or Parquet files"
-            with errors_as(ValueError, line, OSError):
+        line = lambda e: f"data.paths: {e.filename or self.prefix} cannot be read ({e.strerror}); name JSONL or Parquet"
+        with errors_as(ValueError, line, OSError):
+            for path in self.paths if cache.first_on_node else ():
                 size_of(path)
-                with open(path, "rb") as file:
-                    hashed.append(hashlib.file_digest(file, "sha256").digest())
+                open(path, "rb").close()  # else NFS may return an older state for a minute
+            state = state_of(*self.paths)
+        digests = errors_as(ValueError, line, OSError)(lambda: " ".join(map(digest_of, self.paths)))
+        hashed += map(bytes.fromhex, cache.recall(f"hashes-{state}", digests).split())
         template = None if tokenizer.chat is None else tokenizer.chat.fingerprint
         key = fingerprint_of(*hashed, f"chats by {template}, {special=}".encode())
         build = lambda partial: _tokenize(partial, self.paths, tokenizer, readers, special)

@@ -147,7 +147,7 @@ def test_tokens_are_made_once_and_found_by_content(tmp_path):
         TokenizedFiles([write(tmp_path, rows(6))], ByteTokenizer(), Cache(tmp_path / "cache"), READERS).fingerprint
         != first.fingerprint
     )
-    assert len([folder for folder in (tmp_path / "cache").iterdir() if folder.is_dir()]) == 2
+    assert len([*(tmp_path / "cache").glob("sft-*")]) == 2
 
 
 def test_two_tokenizers_read_one_file_each_by_its_own_tokens(tmp_path, llama3_file):  # noqa: F811

@@ -1,11 +1,14 @@
 """Fine-tuning data as people have it: other keys and files equal plain ones, bad and long rows, blends, epochs."""
 
+import hashlib
 import itertools
 import json
 import math
+import os
 import re
 import resource
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -197,6 +200,29 @@ def test_bad_rows_are_found_by_one_process_for_all_that_read_them(tmp_path, monk
             datasets(tmp_path, [path])
     assert "row 21" in datasets(tmp_path, [path], bad_lines="skip").note
     assert len(made) == 1
+
+
+def test_files_are_hashed_by_one_process_until_one_is_written(tmp_path, monkeypatch):
+    """Another process of the cache, on this node or another, takes the hash from there."""
+    hashed, digest = [], hashlib.file_digest
+
+    def counted_digest(file, algorithm):
+        hashed.append(file.name)
+        return digest(file, algorithm)
+
+    def opened(first_on_node):
+        return TokenizedFiles(paths, ByteTokenizer(), Cache(tmp_path / "cache", first_on_node), READERS).fingerprint
+
+    monkeypatch.setattr(hashlib, "file_digest", counted_digest)
+    paths = [write(tmp_path, rows(20)), write(tmp_path, rows(3), "b.jsonl")]
+    before = {opened(first_on_node) for first_on_node in (True, False, True, False)}
+    assert [path for path in hashed if path in paths] == paths
+    times = os.stat(paths[1])
+    Path(paths[1]).write_text(Path(paths[1]).read_text().replace("?", "!"))
+    os.utime(paths[1], ns=(times.st_atime_ns, times.st_mtime_ns))
+    after = {opened(first_on_node) for first_on_node in (True, False)}
+    assert len(before) == len(after) == 1 and before != after
+    assert [path for path in hashed if path in paths] == 2 * paths
 
 
 def test_a_file_without_a_good_row_is_an_error_also_if_bad_rows_are_left_out(tmp_path):

@@ -75,6 +75,7 @@ SMALL = (
     "checkpoint.local_every=3",
     *(f"parallel.{axis}={size}" for axis, size in LAYOUT.items()),
 )
+NOTE_BYTES = 1 << 21  # of a row, beside its prompt and completion
 RUN, RESTART = "run", "restart"
 
 
@@ -94,13 +95,15 @@ def played_ranks(world: int) -> list[int]:
     return sorted({0, 1, NODE - 1, *firsts, min(NODE + 1, world - 1), world - 1})
 
 
-def play(world: int, folder: Path, kind: str, plant: Callable[[], None] | None = None) -> dict[int, Done]:
+def play(
+    world: int, folder: Path, kind: str, plant: Callable[[], None] | None = None, more: Sequence[str] = ()
+) -> dict[int, Done]:
     """Play a new run, or one that goes on from a checkpoint; return what each played rank did.
 
-    plant: called in each rank before it starts. Raises RuntimeError if a rank fails or does not end.
+    plant: called in each rank before it starts. more: keys. Raises RuntimeError if a rank fails or does not end.
     """
     shared = folder / "shared"
-    options = [*SMALL, f"train.global_batch_size={2 * world // NODE}", f"data.paths=[{shared}/text]"]
+    options = [*SMALL, f"train.global_batch_size={2 * world // NODE}", f"data.paths=[{shared}/text]", *more]
     options += [f"data.cache_dir={shared}/cache", f"log.dir={shared}/log", f"checkpoint.dir={shared}/checkpoint"]
     _write_data(shared / "text")
     if kind == RESTART:
@@ -176,7 +179,7 @@ def _player(
     plant: Callable[[], None] | None,
 ) -> None:
     """Be one rank, until the end of its run. Does not return."""
-    ledger = counting.Ledger(*places, own=rf"log/rank-{rank}\.log|.*/rank_\d+\.safetensors|text\..*|cache(/.*)?")
+    ledger = counting.Ledger(*places, own=rf"log/rank-{rank}\.log|.*/rank_\d+\.safetensors|text(\..*)?|cache(/.*)?")
     ledger.begin(RESTART if kind == RESTART else "start")
     try:
         sys.stdout = sys.stderr = written = io.StringIO()
@@ -326,9 +329,13 @@ def _mark_phases(ledger: counting.Ledger) -> None:
 
 
 def _write_data(prefix: Path) -> None:
+    """Write token files, and beside them a file of rows for SFT."""
     with IndexedWriter(prefix, np.uint16) as writer:
         for _ in range(64):
             writer.add_document(np.arange(1024, dtype=np.uint16) % 64)
+    rows = [{"prompt": "Hi", "completion": " Hello"}] * 64
+    rows.append({"prompt": "Hi", "completion": " Hello", "note": "x" * NOTE_BYTES})
+    prefix.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
 def write_checkpoint(directory: Path, options: Sequence[str], world: int) -> None:

@@ -25,6 +25,7 @@ if __name__ in ("__main__", "__mp_main__"):
 COUNTED = (8, 64, 512, 2048)  # ranks
 LARGE = (2048, 16384)
 NODE = 8  # ranks
+SFT = ("data.source=sft", "data.tokenizer=bytes", "data.split=1", "model.vocab_size=512")  # keys of a run
 STEPS = ("step", "save", "local save", "end")
 PRELOAD = ("torch", "torch.fx.experimental.symbolic_shapes", "numpy.random", "minitron.pretrain")
 
@@ -123,15 +124,15 @@ def limit_of(phase: str, what: str) -> Limit:
     return LIMITS[phase].get(what, Limit())
 
 
-def count(worlds: Sequence[int], plant: Callable[[], None] | None = None) -> list[Sum]:
-    """Return what all ranks do in new runs of these sizes, and in the restarts of such runs."""
+def count(worlds: Sequence[int], plant: Callable[[], None] | None = None, more: Sequence[str] = ()) -> list[Sum]:
+    """Return what all ranks do in new runs of these sizes, and in the restarts of such runs. more: keys of the runs."""
     import played
 
     sums = []
     for world in worlds:
         for kind, left_out in (played.RUN, {"load"}), (played.RESTART, {"start", "first step", *STEPS}):
             with tempfile.TemporaryDirectory() as folder:
-                found = played.play(world, Path(folder), kind, plant)
+                found = played.play(world, Path(folder), kind, plant, more)
                 index_bytes = max(path.stat().st_size for path in Path(folder, "shared").rglob("index.json"))
             sums += [s for s in summed(found, world, index_bytes) if s.phase in LIMITS.keys() - left_out]
     return sums

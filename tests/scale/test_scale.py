@@ -59,6 +59,12 @@ def test_an_open_by_all_ranks_exceeds_the_limit():
     }
 
 
+def test_one_rank_reads_the_files_of_fine_tuning():
+    """A file has more bytes than ranks may read of their own files. The others read what that one has kept."""
+    sums = table.staged(table.count, [128], None, table.SFT)
+    assert not (over := [str(s) for s in sums if s.value > s.limit]), "\n".join(over)
+
+
 @pytest.mark.parametrize(
     "sizes", [(16, 32, 64), pytest.param((32, 64, 128, 256), marks=pytest.mark.slow)], ids=["up to 64", "up to 256"]
 )
