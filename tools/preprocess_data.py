@@ -36,7 +36,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
@@ -44,6 +43,7 @@ from minitron.config.command import Parser, positive, run
 from minitron.config.text import printable
 from minitron.data.cache import Cache
 from minitron.data.indexed import IndexedWriter, best_dtype
+from minitron.interop.progress import progress_bar
 from minitron.interop.tokenizers import load_tokenizer
 from tools.rows import Batch, documents, files_of, read_batches
 
@@ -127,7 +127,7 @@ def preprocess(
         dtype = best_dtype(tokenizer.vocab_size)
         writers = [stack.enter_context(IndexedWriter(prefix, dtype, sidecar)) for prefix in prefixes]
         pool = stack.enter_context(Workers(workers, job))  # after the writers on the stack: they finalize without it
-        bar = stack.enter_context(tqdm(total=total_bytes, unit="B", unit_scale=True, desc="encoding"))
+        bar = stack.enter_context(progress_bar(total_bytes, "B", "encoding"))
         for batch, encoded in _in_order(pool, read_batches(files, job.keys), workers * BATCHES_PER_WORKER):
             for key, writer, (tokens, lengths) in zip(job.keys, writers, encoded, strict=True):
                 _write(writer, tokens, lengths)

@@ -30,7 +30,7 @@ import yaml
 
 from minitron.config.convert import merge
 from minitron.config.describe import USAGE, help_text, json_schema
-from minitron.config.installed import list_recipes, recipe, similar_recipe
+from minitron.config.installed import list_recipes, recipe, similar_recipe, typed
 from minitron.config.names import answer, keys_named
 from minitron.config.schema import Config, PrecisionConfig
 from minitron.config.text import MAX_DEPTH, Unquoted, from_json, parse, read_file, short, to_yaml
@@ -94,7 +94,7 @@ def user_errors(kind: type[ValueError] = ValueError, *, quiet: bool = False) -> 
         if quiet if own is None else own:
             time.sleep(QUIET_SECONDS)
         else:
-            print("error:", short(error, 2000), file=sys.stderr, flush=True)
+            print("error:", typed(short(error, 2000)), file=sys.stderr, flush=True)
         raise SystemExit(getattr(error, "status", 1)) from None
 
 

@@ -10,26 +10,22 @@ import re
 import signal
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from minitron.config import installed
 from minitron.config.cli import output, user_errors
+from minitron.config.installed import typed
 from minitron.config.text import printable
 
 
 class Parser(argparse.ArgumentParser):
     """Raises ValueError for a bad argument, where argparse prints its usage and exits with status 2.
 
-    In a wheel, which has no tools/ folder, --help names the commands instead: minitron-plan for python tools/plan.py.
+    In a wheel --help names the commands.
     """
 
     def __init__(self, description: str | None = None, **options: Any):
-        super().__init__(description=description, **options)
-        if installed.ROOT == installed.SHARE:
-            for command, program in installed.COMMANDS.items():
-                self.prog = re.sub(rf"^{Path(program).name}\b", command, self.prog)
-                self.description = self.description and self.description.replace(f"python {program}", command)
+        super().__init__(description=description and typed(description), **options)
+        self.prog = typed(f"tools/{self.prog}").removeprefix("tools/")
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; --help lists what there is")

@@ -51,6 +51,12 @@ def main() -> None:
         runpy.run_module(program, run_name="__main__", alter_sys=True)
 
 
+def typed(text: str) -> str:
+    """Name the commands of a wheel, which has no tools/ folder: minitron-plan for python tools/plan.py."""
+    names = {program: command for command, program in COMMANDS.items()} if ROOT == SHARE else {}
+    return re.sub(r"(?<![\w/])(?:python )?(tools/\w+\.py)", lambda found: names.get(found[1], found[0]), text)
+
+
 def recipe(name: str) -> Path | None:
     """Return the file of the recipe of that name, as in llama3_8b; None if there is none."""
     path = ROOT / "configs" / f"{name}.yaml"

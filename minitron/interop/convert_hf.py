@@ -25,7 +25,6 @@ from pathlib import Path
 import torch
 from safetensors.torch import save
 from torch import Tensor
-from tqdm import tqdm
 
 from minitron.checkpoint.boxes import row_blocks
 from minitron.checkpoint.format import header
@@ -38,6 +37,7 @@ from minitron.interop import hf, hf_tokenizer
 from minitron.interop import hf_write as hf_export
 from minitron.interop.import_weights import BLOCK_VALUES, Source, add_arguments, import_weights, in_files
 from minitron.interop.new_folder import new_folder, new_path
+from minitron.interop.progress import progress_bar
 from minitron.interop.weights import MergedAdapter, best_kind, config_of, open_weights
 from minitron.kernels.gemm import DTYPES
 
@@ -139,7 +139,7 @@ def write_model(
         places = {part.name: file for file, shard in zip(files, shards) for part in shard}
         index = {"metadata": {"total_size": total}, "weight_map": places}
         write_json(folder / "model.safetensors.index.json", index)
-    with tqdm(total=total, unit="B", unit_scale=True, desc="exporting") as bar:
+    with progress_bar(total, "B", "exporting") as bar:
         for file, shard in zip(files, shards):
             with open(folder / file, "xb") as out:
                 out.write(header(((part.name, dtype, part.stored) for part in shard), format="pt"))

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import yaml
 from torch import Tensor
-from tqdm import tqdm
 
 from minitron.checkpoint.boxes import TensorShard, row_blocks
 from minitron.checkpoint.directory import begin, commit
@@ -30,6 +29,7 @@ from minitron.config.schema import Config, ModelConfig, PrecisionConfig
 from minitron.config.text import printable
 from minitron.interop import hf
 from minitron.interop.new_folder import new_folder, new_path
+from minitron.interop.progress import progress_bar
 from minitron.kernels.gemm import DTYPES
 
 FILE_BYTES = 2 << 30  # the most that a file of a checkpoint holds
@@ -69,7 +69,7 @@ def import_weights(
     dtype = dtype or source.precision
     shapes = hf.global_shapes(source.model)
     values = sum(map(prod, shapes.values()))
-    with new_folder(target) as folder, tqdm(total=values, unit=" weights", unit_scale=True, desc="importing") as bar:
+    with new_folder(target) as folder, progress_bar(values, " weights", "importing") as bar:
 
         def pieces() -> Iterator[TensorShard]:
             for name, whole in shapes.items():

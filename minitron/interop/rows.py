@@ -21,11 +21,10 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tqdm import tqdm
-
 from minitron.config.files import errors_as, lines_of, parse_json, read_bytes, size_of
 from minitron.config.installed import pip_install
 from minitron.data.tokenizers import Readers
+from minitron.interop.progress import progress_bar
 from minitron.interop.tokenizers import load_tokenizer
 
 LIST_BYTES = 1 << 30  # a JSON list is read as a whole
@@ -38,8 +37,7 @@ def read_rows(path: str) -> Iterator[tuple[int, Any]]:
 
     An empty line counts, but is not a row. Raises OSError, and ValueError for a file that cannot be read as a whole.
     """
-    # The bar appears only on a terminal, after a second.
-    with tqdm(total=size_of(path), unit="B", unit_scale=True, desc=f"reading {path}", disable=None, delay=1) as bar:
+    with progress_bar(size_of(path), "B", f"reading {path}") as bar:
         for number, line in enumerate(_lines(path), 1):
             bar.update(min(len(line), bar.total - bar.n))  # a table is smaller than its rows
             if line.strip():

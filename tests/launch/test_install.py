@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from minitron.config import installed
+from minitron.config.cli import user_errors
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -114,6 +115,18 @@ def test_tools_are_commands(bin_folder, tmp_path):
         assert shown.startswith(" ".join([f"usage: {command}", *options])) and "python tools/" not in shown
     wrong = typed(bin_folder, tmp_path, "minitron-check-data", "b_text_document")
     assert wrong.returncode == 1 and wrong.stderr.startswith("error: b_text_document.idx: no such file")
+    assert "minitron-preprocess" in wrong.stderr and "tools/" not in wrong.stderr
+
+
+def test_errors_name_the_commands_of_a_wheel_alone(monkeypatch, capsys):
+    """Not in a path, and not what is no command; a checkout's user has the file."""
+    text = "tools/plan.py; python tools/plan.py --world 8; (tools/rows.py); /a/tools/plan.py"
+    assert installed.typed(text) == text
+    monkeypatch.setattr(installed, "SHARE", installed.ROOT)
+    expected = "minitron-plan; minitron-plan --world 8; (tools/rows.py); /a/tools/plan.py"
+    with pytest.raises(SystemExit), user_errors():
+        raise ValueError(text)
+    assert capsys.readouterr().err == f"error: {expected}\n"
 
 
 @pytest.mark.parametrize(
