@@ -9,7 +9,7 @@ messages. The tokens are then decoded. Exit status 1, with one line, at the firs
 import argparse
 import sys
 from collections import Counter
-from itertools import accumulate, takewhile
+from itertools import accumulate, pairwise, takewhile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
@@ -20,6 +20,8 @@ from minitron.data.sft import encode_row
 from minitron.data.tokenizers import Tokenizer
 from minitron.interop.rows import read_rows
 from minitron.interop.tokenizers import load_tokenizer
+
+CONTEXT = 16  # tokens before a part that are decoded with it
 
 
 def main(argv: list[str]) -> None:
@@ -51,9 +53,11 @@ def main(argv: list[str]) -> None:
 def marked(parts: list[list[int]], tokenizer: Tokenizer) -> str:
     """Return the text of context and answer in turn, with marks around answers."""
     ids = [i for part in parts for i in part]
-    # A part alone may decode otherwise: SentencePiece drops a text's first space.
-    cuts = [0, *(len(tokenizer.decode(ids[:end])) for end in accumulate(map(len, parts)))]
-    text = tokenizer.decode(ids)
+    text, cuts = tokenizer.decode(ids), [0]
+    for begin, end in pairwise(accumulate(map(len, parts), initial=0)):
+        # A part alone may decode otherwise: SentencePiece drops a text's first space, a character may have four tokens.
+        before = ids[max(0, begin - CONTEXT) : begin]
+        cuts.append(cuts[-1] + len(tokenizer.decode(before + ids[begin:end])) - len(tokenizer.decode(before)))
     pieces = [text[begin:end] for begin, end in zip(cuts, cuts[1:])]
     return "".join(f"\u27e6{piece}\u27e7" if i % 2 else piece for i, piece in enumerate(pieces))
 

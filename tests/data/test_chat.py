@@ -9,9 +9,11 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 
 from minitron.data import sft
@@ -22,7 +24,9 @@ from minitron.interop import chat_template
 from minitron.interop.chat import MARK
 from minitron.interop.rows import READERS
 from minitron.interop.tokenizers import HfTokenizer, load_tokenizer
+from test_tokenizers import llama2_file  # noqa: F401  (a fixture)
 from tools.generate import encode_question
+from tools.preview_chat import marked
 
 library = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
@@ -598,3 +602,35 @@ def test_a_preview_marks_what_is_trained(bpe, tmp_path):
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and "row 1" in done.stderr
     path.write_text(json.dumps([{"instruction": "a", "output": "b"}, {"messages": said("a", "wörld")}]))
     assert "⟦wörld<|im_end|>\n⟧" in preview("--line", "2").stdout
+
+
+class Counting:
+    """Counts the tokens that a tokenizer decodes."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.decoded = tokenizer, 0
+
+    def decode(self, ids):
+        self.decoded += len(ids)
+        return self.tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe", "llama2"])
+def test_a_preview_of_twice_as_many_answers_decodes_twice_as_many_tokens(bpe, llama2_file, kind):  # noqa: F811
+    """Marks are where those of decoding everything before them are, also inside of a character."""
+    folder = of_transformers(bpe, CHATML)
+    tokenizer = (
+        ours_of(folder) if kind == "bpe" else load_tokenizer(kind if kind == "bytes" else f"llama2:{llama2_file}")
+    )
+    ids, random, decoded = tokenizer.encode("the wörld  is \U0001f600 fine.\n" * 40), np.random.default_rng(0), []
+    for times in (1, 2):
+        cuts = [0, *sorted(random.integers(0, len(ids) * times, 100 * times)), len(ids) * times]
+        parts = [(ids * times)[begin:end] for begin, end in pairwise(cuts)]
+        ends = [len(tokenizer.decode((ids * times)[:end])) for end in cuts]
+        text = tokenizer.decode(ids * times)
+        pieces = [text[begin:end] for begin, end in pairwise(ends)]
+        assert marked(parts, counting := Counting(tokenizer)) == "".join(
+            f"⟦{piece}⟧" if i % 2 else piece for i, piece in enumerate(pieces)
+        )
+        decoded.append(counting.decoded)
+    assert decoded[1] < 2.2 * decoded[0]
