@@ -77,7 +77,10 @@ def environment(container: dict) -> dict[str, str]:
 VOLUMES = [
     {"name": "data", "mountPath": "/data", "readOnly": True, "persistentVolumeClaim": {"claimName": "pile"}},
     {"name": "ssd", "mountPath": "/ssd", "hostPath": {"path": "/mnt/disks/ssd0"}},
+    {"name": "shared", "mountPath": "/nfs", "nfs": {"server": "filer", "path": "/rounds"}},
 ]
+NAMED = {"name": "ssd", "mountPath": "/ssd"}
+OF_A_NODE = {"hostPath.path": "/mnt/disks/ssd0"}, {"emptyDir.medium": "Memory"}
 ENV = [
     {"name": "NCCL_NVLS_ENABLE", "value": 1},
     {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hf", "key": "token"}}},
@@ -87,7 +90,7 @@ CASES = {
     "a3mega": (A3MEGA, {}),
     "restarts": (
         ("--set-json", f"workload.volumes={json.dumps(VOLUMES)}"),
-        {"workload__restarts": 9, "workload__spareNodes": 1, "workload__rounds": "/ssd/rounds", "workload__gpus": 16},
+        {"workload__restarts": 9, "workload__spareNodes": 1, "workload__rounds": "/nfs/rounds", "workload__gpus": 16},
     ),
     "one GPU": ((), {"workload__gpus": 1, "workload__serviceAccount": "trainer"}),
     "elsewhere": (
@@ -345,6 +348,22 @@ def test_the_readmes_nodes_have_as_many_gpus_as_its_pods():
             {"workload__restarts": 9, "workload__rounds": "/data/rounds"},
             "workload.rounds=/data/rounds is in none of workload.volumes",
         ),
+        *(
+            (
+                {"workload__restarts": 9, "workload__rounds": "/ssd/rounds"}
+                | {f"workload__volumes[0].{key}": value for key, value in (NAMED | volume).items()},
+                "workload.rounds=/ssd/rounds is in none of workload.volumes that pods share",
+            )
+            for volume in OF_A_NODE
+        ),
+        *(
+            (
+                {"workload__restarts": 9, "workload__gcsBucketForDataCataPath": ""}
+                | {f"workload__volume.{key}": value for key, value in volume.items()},
+                "workload.rounds=/gcs/minitron-experiments is in none of workload.volumes that pods share",
+            )
+            for volume in OF_A_NODE
+        ),
         ({"workload__spareNodes": 1}, "workload.spareNodes=1 pods would wait for nothing; set workload.restarts, too"),
         ({"workload__gpu": 8}, "additional properties 'gpu' not allowed"),
         ({"network__stack": "tcpx"}, "/network/stack"),
@@ -512,7 +531,7 @@ def test_pods_that_may_restart_and_one_to_spare():
         "NNODES": "2",
         "SPARE_NODES": "1",
         "RESTARTS": "9",
-        "ROUNDS": "/ssd/rounds",
+        "ROUNDS": "/nfs/rounds",
     }
     plain = rendered()["Job"]["spec"]
     assert plain["backoffLimit"] == 0 and "podFailurePolicy" not in plain
