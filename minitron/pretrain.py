@@ -28,9 +28,9 @@ if __name__ == "__main__":  # before torch is loaded, which takes seconds
 import torch
 import torch.distributed as dist
 
-from minitron.checkpoint.load import ResumePoint, agree_on_start, check_data, newest_local_save, restore
+from minitron.checkpoint.load import ResumePoint, agree_on_start, check_data, newest_local_save, open_base, restore
 from minitron.checkpoint.save import ExporterProtocol
-from minitron.checkpoint.weights import Weights
+from minitron.checkpoint.weights import Weights, base_of
 from minitron.comm.activity import Stopwatch
 from minitron.comm.collectives import all_reduce_
 from minitron.comm.mesh import Mesh
@@ -104,7 +104,12 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it to be deterministic
             torch.use_deterministic_algorithms(True)
         chosen = kernels.choose(cfg, device)
-        check_room(cfg, world, device)
+        try:
+            check_room(cfg, world, device)
+        except ValueError:
+            if base_of(cfg) is not None:
+                open_base(cfg, open_weights)  # a folder that is missing is the first mistake
+            raise
         profiling.check(cfg.profile, device)
         log = Log(cfg, rank, world, name)
         listener.report_to(log.alarm)
@@ -285,8 +290,7 @@ def open_data(cfg: Config, start: ResumePoint, mesh: Mesh, first_on_node: bool) 
         for node, theirs in others:
             if key := next((key for key in ours if ours[key] != theirs.get(key)), None):
                 differ = f"{key} is {shown(ours[key])} on {first} and {shown(theirs.get(key))} on {node}"
-                paths = f"data.source={cfg.data.source} data.paths={shown(cfg.data.paths)}"
-                raise ValueError(f"{paths}: {differ}; give all nodes the same files")
+                raise ValueError(f"data.paths={shown(cfg.data.paths)}: {differ}; give all nodes the same data")
 
     mesh.agreement.decide(lambda: open_here() if first_on_node else None, compare)
     mesh.agreement.decide(lambda: bool(opened or open_here()), lambda _: None)

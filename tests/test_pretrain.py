@@ -278,3 +278,13 @@ def test_nodes_that_read_different_data_are_named(tmp_path, ranks, source):
     for message in ranks(6, open_on_a_node, tmp_path, source):
         assert f"data.paths=[{tmp_path}/0/rows]" in message and "on node0 and" in message and "on node2;" in message
         assert "node1" not in message and "\n" not in message
+
+
+@pytest.mark.parametrize("key", ["finetune.base", "checkpoint.load"])
+def test_a_base_that_is_missing_is_named_also_if_its_model_is_too_large_for_this_machine(tmp_path, capsys, key):
+    keys = [f"{key}={tmp_path}/none", "finetune.kind=sft" if key == "finetune.base" else "finetune.kind=null"]
+    keys += ["model.num_layers=4000", "model.hidden_size=8192", "model.ffn_hidden_size=32768", "data.source=mock"]
+    with pytest.raises(SystemExit):
+        run([*TINY, *keys], "", key == "finetune.base", Listener({}))
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {key}={tmp_path}/none holds no weights") and error.count("\n") == 1

@@ -2,7 +2,8 @@
 # What can fail before a job waits in the queue: the step `build` of nlp_benchmark.yaml.
 #   build.sh PYTHON RANKS CONFIG [section.key=value ...]
 #
-#   DATASET    JSON lines to make PREFIX_text_document.bin and .idx from, if they are not there yet; empty: no data
+#   DATASET    JSON lines to make PREFIX_text_document.bin and .idx from, if they are not there yet; empty: no data.
+#              PREFIX.txt keeps which: another one is refused
 #   PREFIX     where they go
 #   TOKENIZER  as data.tokenizer
 # Nothing of minitron itself is compiled ahead of time.
@@ -12,7 +13,12 @@ python=$1
 shift
 if [ -n "${DATASET:-}" ] && [ ! -e "${PREFIX}_text_document.idx" ]; then
     mkdir -p "$(dirname "$PREFIX")"
+    echo "$DATASET" >"$PREFIX.txt"
     "$python" tools/preprocess_data.py --input "$DATASET" --output-prefix "$PREFIX" --tokenizer "$TOKENIZER" --append-eod
+elif [ -n "${DATASET:-}" ] && [ -e "$PREFIX.txt" ] && [ "$(cat "$PREFIX.txt")" != "$DATASET" ]; then
+    echo "error: ${PREFIX}_text_document was made of $(cat "$PREFIX.txt"), and dataset is $DATASET;" \
+        "set another dataset_prefix, or delete ${PREFIX}_text_document.*" >&2
+    exit 1
 fi
 "$python" -c 'import sys
 from minitron.config import cli, rules

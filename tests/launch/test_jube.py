@@ -215,6 +215,15 @@ def test_build_prepares_the_data_and_finds_a_layout_that_does_not_fit(tmp_path):
     dataset = IndexedDataset(f"{env['PREFIX']}_text_document")
     assert len(dataset) == len(documents)
     assert bytes(dataset.get(3)[:-1].astype("uint8")).decode() == documents[3]
+    other = subprocess.run(command, env=env | {"DATASET": "other.jsonl"}, capture_output=True, text=True)
+    assert other.returncode == 1 and other.stderr.count("\n") == 1, other.stderr
+    assert (
+        env["DATASET"] in other.stderr
+        and "other.jsonl" in other.stderr
+        and "set another dataset_prefix" in other.stderr
+    )
+    again = subprocess.run([*command, "parallel.tp=5"], env=env, capture_output=True, text=True)
+    assert again.stderr.splitlines()[-1].startswith("error: parallel.tp"), "the same one is used as it is"
 
 
 # ---- JUBE itself --------------------------------------------------------------------------------------------------
