@@ -202,6 +202,14 @@ def test_only_steps_to_come_must_divide_among_the_ranks(steps, world, fits):
             rules.check_batch_sizes(cfg, world)
 
 
+def test_a_resumed_command_checks_the_sizes_after_its_trained_samples(run, capsys):
+    """14 samples are trained of 18 that are consumed: the next step still has 2, and only later ones have 8."""
+    words = [SKIP, "train.batch_schedule=[[0,2],[16,8]]", "train.micro_batch_size=4", "checkpoint.every=null"]
+    with pytest.raises(SystemExit) as ended:
+        pretrain.main([*PHASES, *words, f"checkpoint.dir={run / 'saves'}", "checkpoint.resume_step=4"])
+    assert ended.value.code == 1 and "train.batch_schedule: the size=2 " in capsys.readouterr().err
+
+
 # ---- evaluation alone ------------------------------------------------------------------------------------------------
 
 
@@ -261,6 +269,17 @@ def test_an_evaluation_of_a_base_or_of_an_earlier_checkpoint(run, tmp_path, caps
     pretrain.main([*PHASES, f"checkpoint.dir={run / 'saves'}", "checkpoint.resume_step=4", "--evaluate"])
     out = capsys.readouterr().out
     assert " validation loss at iteration 4 |" in out and f"{last['loss']:.6E}" not in out
+
+
+def test_an_evaluation_may_be_on_other_data_than_the_run(run, capsys):
+    """The seed is that of the samples; a run that goes on must keep it."""
+    (own,), words = records_in(run)["eval"], [*PHASES, f"checkpoint.dir={run / 'saves'}", "train.seed=99"]
+    pretrain.main([*words, "--evaluate"])
+    out = capsys.readouterr().out
+    assert " validation loss at iteration 7 | lm loss value: " in out and f"{own['loss']:.6E}" not in out
+    with pytest.raises(SystemExit):
+        pretrain.main([*words, "train.steps=8", "checkpoint.every=null"])
+    assert "was saved with other data" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("where", ["null", "nowhere"])

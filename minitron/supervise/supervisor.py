@@ -72,15 +72,17 @@ class Supervisor:
 
     def __init__(self, args: argparse.Namespace):
         self.args, self.folder = args, (args.rounds or args.dir / "rounds") / args.id
+        self.path, self.leader = self.folder / f"node-{args.node}.json", Leader(args, self.folder)
         with errors_as(ValueError, lambda error: f"{error}; name another --dir or --rounds", OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             for name in ("round.json", f"node-{args.node}.json"):
                 with suppress(FileNotFoundError):
                     size_of(self.folder / name)  # a pipe or a device could not be read or replaced
+            older = self.leader.read(self.path.name, HEARTBEAT)
         self.agent, self.health = Agent(args.command, args.preload), Health(args.dir, args.dead_seconds / 2)
         here = {"node": args.node, "life": uuid.uuid4().hex, "host": args.host, "address": args.address}
         self.heartbeat: dict = here | {"port": args.port, "count": 0} | IDLE
-        self.path, self.leader = self.folder / f"node-{args.node}.json", Leader(args, self.folder)
+        self.lives = {here["life"]} | ({older["life"]} if older else set())  # its own, and that of the one before it
         self.ending = 0.0  # when the ranks were killed, until they have ended
         self.last_pass = 0.0  # when the main thread's loop began its last pass
         self.written = -math.inf  # the time of the last heartbeat
@@ -163,7 +165,7 @@ class Supervisor:
         """Return whether a newer supervisor writes this node's heartbeat, as when a lost pod comes back."""
         with suppress(OSError):
             found = self.leader.read(self.path.name, HEARTBEAT) or self.heartbeat
-            return self.has_written and found["life"] != self.heartbeat["life"]
+            return self.has_written and found["life"] not in self.lives  # the one before may have written once more
         return False
 
     def heartbeat_loop(self) -> None:

@@ -10,6 +10,7 @@ import itertools
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from minitron.config import cli, rules
 from minitron.config.schema import Config, changed
 from minitron.interop import base, hf
 from minitron.interop.base import load as filled
+from minitron.interop.hf_tokenizer import spec_of
 from minitron.interop.weights import MergedAdapter, fingerprint, open_weights
 from minitron.testing import assert_close_rel
 from test_checkpoint import assert_same, contents, leg, saving, start_trainer, whole
@@ -172,6 +174,17 @@ def test_a_base_brings_its_model_and_tokenizer(bases, tmp_path, imported):
     assert filled([str(recipe), *(f"model.{key}=null" for key in wrong), *argv]).model == found.model
 
 
+@pytest.mark.parametrize(
+    "source, tokenizer", [("corpus", "corpus"), ("sft", "corpus"), ("indexed", None), ("mock", None)]
+)
+def test_the_corpus_s_tokenizer_is_that_of_a_base_that_was_trained_with_it(tmp_path, source, tokenizer):
+    """data.tokenizer=corpus is also the default of data that need none."""
+    weights = SimpleNamespace(path=tmp_path, index=tmp_path / "index.json", config=dataclasses.asdict(Config()))
+    assert spec_of(weights, {"source": source}) == tokenizer
+    weights.config["data"]["tokenizer"] = "bytes"
+    assert spec_of(weights, {"source": source}) == "bytes"
+
+
 def test_a_base_that_is_not_here_needs_the_sizes_of_its_model(tmp_path):
     argv = ["finetune.kind=sft", f"finetune.base={tmp_path}"]
     with pytest.raises(ValueError, match="holds no weights here"):
@@ -248,6 +261,20 @@ def test_any_box_of_merged_weights_is_a_part_of_the_whole(bases, tmp_path):
         for row, column in (0, columns // 2), (rows // 2, 0), (rows // 4 + 1, 3):
             part = merged.read(name, "param", (row, column), (rows - row, columns - column))
             assert_close_rel(part, whole[row:, column:], 1e-6)
+
+
+def test_sums_of_an_adapter_and_a_base_in_bf16_are_not_rounded(bases, tmp_path):
+    """The base is padded as the run's was."""
+    model_of("llama", torch.bfloat16).save_pretrained(tmp_path / "base")
+    cfg = config(saving(tuning(tmp_path / "base", targets=ALL), tmp_path / "run"), {"model": {"vocab_multiple": 16}})
+    leg(cfg, 2)
+    merged, base = open_weights(str(tmp_path / "run")), hf.FolderReader(tmp_path / "base", 16)
+    assert merged.shape("embedding.words.weight") == base.shape("embedding.words.weight") == (96, 32)
+    name = "blocks.0.mlp.down.weight"
+    box, (part,) = (name, "param", (0, 0), merged.shape(name)), merged.parts_of(name)
+    a, b = merged.factors(name, part, slice(None))
+    assert (b @ a).any()
+    assert_close_rel(merged.read(*box), base.read(*box).float() + b @ a, 1e-6)
 
 
 # ---- going on -------------------------------------------------------------------------------------------------------

@@ -296,6 +296,16 @@ def test_an_export_that_fails_or_is_late_costs_a_line(tmp_path, monkeypatch):
     assert "step_9-hf failed" in lines[2] and len(lines) == 3
 
 
+@pytest.mark.parametrize("every", [["checkpoint.every=10"], ["checkpoint.every=auto", "checkpoint.mtbf_hours=1"]])
+def test_each_third_save_and_the_last_are_exported(tmp_path, every):
+    """Of saves at steps that are not known before, each third that was made."""
+    keys = [f"checkpoint.dir={tmp_path}", "train.steps=70", "checkpoint.export=hf", "checkpoint.export_every=3"]
+    one, due = Exporter(cli.load([*TINY, *keys, *every]), None), []
+    for one.saves, step in enumerate((10, 20, 30, 40, 50, 60, 70), start=1):
+        due.append(one.due(step))
+    assert due == [False, False, True, False, False, True, True]
+
+
 def test_a_signal_ends_the_export_and_leaves_nothing(tmp_path, monkeypatch):
     tool = """
 import os, pathlib, signal, sys, time

@@ -11,7 +11,7 @@ from minitron.config.schema import DataConfig
 from minitron.data import build as build_module
 from minitron.data.build import TRAIN, VALID, build_datasets, parse_paths, split_part, split_ranges
 from minitron.data.cache import Cache
-from minitron.data.gpt import GPTDataset
+from minitron.data.gpt import GPTDataset, scan_ids
 from minitron.data.indexed import DataError, IndexedDataset, IndexedWriter
 from minitron.data.mock import MockDataset
 from minitron.interop.rows import READERS
@@ -191,6 +191,7 @@ def test_an_id_anywhere_in_a_file_is_found_before_training_and_a_clean_file_read
     with pytest.raises(DataError, match=rf"d\.bin: position {at} holds token id 300, but model\.vocab_size=300 allows"):
         build(tmp_path, **whole)
     build(tmp_path, **whole, vocab_size=301)
+    assert scan_ids(IndexedDataset(tmp_path / "d"), 301) == 300, "the largest of all blocks"
     scans = []
     monkeypatch.setattr(build_module, "scan_ids", lambda *arguments, **count: scans.append(count))
     build(tmp_path, **whole, vocab_size=301)

@@ -200,6 +200,11 @@ def test_validation_is_a_share_of_the_lines_or_files_of_its_own(tmp_path):
     data = datasets(tmp_path, [train, other], valid=4, valid_paths=(other,))
     assert data.train.part == range(69) and data.valid.part == range(9)
     assert data.info["train"] != data.info["valid"]
+    blend = ("0.5", train, "0.5", other)
+    data = datasets(tmp_path, [train], valid=4, valid_paths=blend)
+    assert data.train.part == range(60) and [part.part for part in data.valid.parts] == [range(60), range(9)]
+    data = datasets(tmp_path, blend, valid=4, valid_paths=(other,))
+    assert [part.part for part in data.train.parts] == [range(60), range(9)] and data.valid.part == range(9)
     with pytest.raises(ValueError, match=r"^data.split=1 leaves none of the 60 sequences of .*data.jsonl to validate"):
         datasets(tmp_path, [train], valid=4, split="1")
 

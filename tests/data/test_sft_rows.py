@@ -182,6 +182,9 @@ def test_all_bad_lines_are_found_at_once_or_left_out(tmp_path):
         for i in range(expected.train.packing.num_sequences):
             assert skipped.train[i].tokens.tolist() == expected.train[i].tokens.tolist()
         assert f"{len(bad)} bad rows" in skipped.note and f"row {numbers[0]} " in skipped.note
+    alike = write(tmp_path, [*good, {"prompt": "a"}, {"prompt": "b"}], "alike.jsonl")
+    with pytest.raises(ValueError, match=r"row 21, 22 has prompt of the keys [^;]*; [^;]*; data\.bad_lines=skip"):
+        datasets(tmp_path, [alike])
         assert expected.note == datasets(tmp_path, [plain], bad_lines="skip").note
 
 
@@ -321,6 +324,14 @@ def test_epochs_are_the_steps_of_all_samples_also_of_a_blend_that_is_resumed(tmp
     written = cli.load([str(tmp_path / "parts" / "config.yaml")])
     assert (written.train.steps, written.train.epochs) == (steps, None)
     rules.check(written, 1)
+
+
+def test_the_rules_of_steps_are_checked_once_epochs_are_counted(tmp_path, capsys):
+    keys = ["train.epochs=1", "optimizer.lr_schedule=cosine", "optimizer.constant_steps=99"]
+    places = [f"data.cache_dir={tmp_path / 'cache'}", f"data.paths=[{write(tmp_path, rows(20))}]"]
+    with pytest.raises(SystemExit) as ended:
+        pretrain.main([*SMALL, *keys, *places])
+    assert ended.value.code == 1 and "optimizer.constant_steps=99 must be below train.steps=" in capsys.readouterr().err
 
 
 SMALL = [

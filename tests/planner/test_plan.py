@@ -101,6 +101,9 @@ def test_failures_make_days_longer(capsys):
     assert found["interval_seconds"] == pytest.approx(339.4 - 8 + 2.7, abs=0.2)
     assert (found["recovery_seconds"], found["save_cost_seconds"], found["save_seconds"]) == (60, 8, 10)
     assert printed(capsys, *argv, *given).count("as given") == 3
+    cheap = ["--mtbf-hours", "0.001", "--save-cost-seconds", "0.001", "--save-seconds", "0.01", "--json"]
+    found = json.loads(printed(capsys, *DP8, *cheap))["failures"]
+    assert found["interval_seconds"] < record["step_seconds"] / 2 and found["interval_steps"] == 1
 
 
 def test_jobs_of_other_sizes_fail_in_proportion_to_their_gpus(capsys):
@@ -341,6 +344,8 @@ def test_the_cost_has_the_range_of_the_held_out_errors(capsys, tmp_path):
         assert off.low <= 1 <= off.high and off.low < off.high
     path.write_text(json.dumps({"h200": [1.01, 1.02, 1.03, 1.04, 1.05]}))
     assert cost.error_range("H200", path)[:2] == (1.0, pytest.approx(1.046))
+    path.write_text(json.dumps({"h200": [0.99, 0.98, 0.97, 0.96, 0.95]}))
+    assert cost.error_range("H200", path)[:2] == (pytest.approx(0.954), 1.0)
     figure = cost.curves(pictures.scaling(job, in_proportion=True)[:3], 1e12, never_fails)
     assert figure.axes[0].lines[0].get_ydata()[0] == pytest.approx(hours)
     scaled = pictures.scaling(job, in_proportion=True)[:3]

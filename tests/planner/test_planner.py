@@ -398,7 +398,7 @@ def test_a_recorded_step_needs_more_for_its_kernels_and_its_pool():
         assert graph == 8192 * 150 * layers * microbatches + (350 << 20)
         assert graph / 2**30 == pytest.approx(more_gib, abs=0.2), name
     keys = [*SMALL, "train.micro_batch_size=1"]
-    one, many, evaluated, off, unwatched, counting = (
+    one, many, evaluated, off, unwatched, counting, both = (
         Memory(cli.load([*keys, *more]), 1, gpus_per_node=8)
         for more in (
             ["train.global_batch_size=3"],
@@ -407,11 +407,13 @@ def test_a_recorded_step_needs_more_for_its_kernels_and_its_pool():
             ["train.cuda_graph=off"],
             ["train.global_batch_size=3", *COUNTING],
             ["train.global_batch_size=3", *COUNTING, "precision.fp8=current"],
+            ["train.global_batch_size=3", *COUNTING, "precision.fp8=current", "train.eval_every=5"],
         )
     )
     layers = one.cfg.model.num_layers
     assert unwatched.graph(0) == one.graph(0) == counting.graph(0) - 8192 * (150 + 400) * 3 * layers
     assert one.graph(0) == many.graph(0) == evaluated.graph(0) - 8192 * 150 * layers and off.graph(0) == 0
+    assert both.graph(0) - counting.graph(0) == evaluated.graph(0) - many.graph(0)
 
 
 def recorded_and_eager() -> dict[tuple, float]:

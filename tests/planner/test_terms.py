@@ -113,12 +113,25 @@ def test_a_kernel_costs_a_gap(keys, software, kernels):
         assert gaps["pointwise"] - none["pointwise"] == pytest.approx(kernels * share)
 
 
-def test_recomputation_launches_the_forward_again():
+@pytest.mark.parametrize("recompute, share", [("none", SHARES[1]), ("selective", SHARES[1]), ("full", sum(SHARES))])
+def test_only_whole_recomputation_launches_the_forward_again(recompute, share):
     machine = with_device(launch_seconds=1.0)
-    cfg = cli.load([*SMALL, "train.cuda_graph=off", "train.recompute=full"])
+    cfg = cli.load([*SMALL, "train.cuda_graph=off", f"train.recompute={recompute}"])
     _, backward = StageTime(cfg, machine).block(False)
     _, busy = StageTime(replace(cfg, train=replace(cfg.train, cuda_graph="auto")), machine).block(False)
-    assert backward["host"] == pytest.approx(50 * sum(SHARES) - total(busy))
+    assert backward["host"] == pytest.approx(50 * share - total(busy))
+
+
+@pytest.mark.parametrize(
+    "targets, norms, activations",
+    [(None, 2, 1), ("q", 1, 0), ("o", 0, 0), ("gate,up", 1, 0), ("down", 0, 1), ("k,v,up,down", 2, 1)],
+)
+def test_selective_recomputation_makes_again_what_trained_weights_read(targets, norms, activations):
+    """A norm reads h and writes h, the activation reads 2 f and writes f. Beside frozen weights adapters read them."""
+    keys = [] if targets is None else ["finetune.kind=lora", f"lora.targets=[{targets}]"]
+    more = block([*keys, "train.recompute=selective"])["pointwise"] - block(keys)["pointwise"]
+    h, f, t = 1024, 4096, 2048
+    assert more * 1e12 == pytest.approx(2 * t * (norms * 2 * h + activations * 3 * f))
 
 
 def test_the_forward_of_a_head_in_pieces_makes_the_gradients():
@@ -140,6 +153,14 @@ def test_without_sequence_parallelism_messages_are_all_reduces():
     m, t = cfg.model, cfg.train
     crossing = t.global_batch_size * 2 * m.hidden_size * t.seq_len / 2 / 1e9
     assert plan(cfg, 2, IDEAL).seconds["tp_exposed"] == pytest.approx((8 * m.num_layers + 2 + 2) * crossing)
+
+
+@pytest.mark.parametrize("tuned", [[], LORA])
+def test_a_scatter_in_pieces_ends_in_a_sum(tuned):
+    """Two of a block's forward, two of its backward: each reads the pieces of all rows and writes a rank's."""
+    keys, h, t = [*tuned, "parallel.tp=2"], 1024, 2048
+    more = block(keys)["pointwise"] - block([*keys, "parallel.overlap_tp=false"])["pointwise"]
+    assert more * 1e12 == pytest.approx(4 * 2 * h * (t + t // 2))
 
 
 @pytest.mark.parametrize("cp", [2, 4])
@@ -214,15 +235,53 @@ def test_megatron_s_ends_add_a_whole_table_and_keep_the_logits(tp):
         assert more == pytest.approx([forward, backward * (table if end == "embedding" else 0)])
 
 
+@pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("tuned, columns", [([], 1), (LORA, 0)])
-def test_casts_write_columns_only_for_weight_gradients(tuned, columns):
-    """A cast of bf16 reads 2 bytes and writes 1, and 1 more of columns; SwiGLU is the same pass as its cast."""
-    f, h, w, t = 4096, 1024, 2048, 2048
-    casts = 2 * (2 + 1 + columns) * 2 * h * t + (2 + 1 + columns) * (h + w) * t
+def test_casts_write_columns_only_for_weight_gradients(tuned, columns, tp):
+    """A cast of bf16 reads 2 bytes and writes 1, and 1 more of columns; SwiGLU is the same pass as its cast.
+
+    Four tensors of a rank's rows are gathered, and get their columns, read and written, afterwards.
+    """
+    f, h, nd, w, t = 4096 // tp, 1024, 1024 // tp, 2048 // tp, 2048
+    casts = 2 * (2 + 1 + columns) * 2 * h * t // tp + (2 + 1 + columns) * (nd + w) * t
+    casts += 4 * 2 * h * t if tp > 1 and columns else 0
     swiglu = (2 * 2 * f + (1 + columns) * f) * t + (2 * 3 * f + (1 + columns) * 2 * f) * t
     plain = 2 * 3 * f * t + 2 * 5 * f * t
+    tuned = [*tuned, f"parallel.tp={tp}"]
     difference = block([*tuned, FP8], fp8=True)["pointwise"] - block(tuned)["pointwise"]
     assert difference * 1e12 == pytest.approx(casts + swiglu - plain)
+
+
+@pytest.mark.parametrize("tuned, columns", [([], 1), (LORA, 0)])
+def test_a_head_in_fp8_casts_its_input_and_the_gradient_of_the_logits(tuned, columns):
+    def seconds(*keys):
+        return sum(StageTime(cli.load([*SMALL, *tuned, FP8, *keys]), IDEAL).head(), start=Counter())["pointwise"]
+
+    h, v, t = 1024, 8192, 2048
+    assert (seconds("precision.fp8_head=true") - seconds()) * 1e12 == pytest.approx((2 + 1 + columns) * (h + v) * t)
+
+
+@pytest.mark.parametrize("keys, biases", [(GPT3, 3 * 1024 + 4096 + 2 * 1024), (["model.qkv_bias=true"], 2048), ([], 0)])
+def test_frozen_weights_have_no_gradients_of_biases(keys, biases):
+    """Those of q, k, v, the MLP's columns, and rows, which are read twice. An adapter of up reads h and adds f."""
+    lora = ["finetune.kind=lora", "lora.targets=[up]"]
+    more = block([*keys, *lora])["pointwise"] - block(keys)["pointwise"]
+    assert more * 1e12 == pytest.approx(2 * 2048 * (4 * 1024 + 4 * 4096 - biases))
+
+
+@pytest.mark.parametrize("tuned", [[], LORA])
+@pytest.mark.parametrize("piece", [None, 512])
+def test_weight_gradients_are_put_off_but_by_the_first_stage_and_by_a_head_in_pieces(tuned, piece):
+    keys = ["parallel.pp=2", "parallel.schedule=zb-h1", f"model.head_piece={piece or 'null'}"]
+    work = StageTime(cli.load([*SMALL, *tuned, *keys]), IDEAL)
+    first, inner, last = (
+        work.stage(range(2), *ends)[1]["deferred"] for ends in ((True, False), (False, False), (False, True))
+    )
+    h, f, t = 1024, 4096, 2048
+    products = 2 * t * (h * 2 * h + h * h + 3 * h * f)
+    passes = 2 * t * ((h + h) + (f + h))  # what adapters of q and of down read once more
+    assert first == 0 and inner * 1e12 == pytest.approx(2 * (passes if tuned else products))
+    assert (last - inner) * 1e12 == pytest.approx(0 if tuned or piece else 2 * t * h * 8192)
 
 
 def test_the_last_bucket_and_the_first_gather_are_waited_for():
@@ -286,6 +345,22 @@ def test_gradients_in_bf16_travel_in_levels(memory, size, wire):
     trained = found.sizes.trained(0)
     ring, levels = (4 + 2) * 7 / 8 / 4, (size + 2) * 3 / 4 / 8 + (2 + 2) / 4 / 2
     assert found.seconds["dp_exposed"] == pytest.approx((levels if wire == "bf16" else ring) * trained / 1e9)
+
+
+def test_only_ulysses_keeps_the_output_of_attention_twice():
+    """Before its exchange, and as the input of the next product; a ring's is one tensor. 1,024 tokens a rank."""
+    ring, ulysses = (
+        Memory(cli.load([*SMALL, "parallel.cp=2", f"parallel.cp_style={style}"]), 2, gpus_per_node=8).saved(0)
+        for style in ("ring", "ulysses")
+    )
+    assert ulysses - ring == 8 * 1024 * 2 * 1024
+
+
+@pytest.mark.parametrize("tuned, share", [([], 2), (LORA, 1)])
+def test_weight_gradients_that_wait_are_of_casts_but_for_adapters(tuned, share):
+    keys = [*SMALL, *tuned, "parallel.pp=2", "parallel.schedule=zb-h1"]
+    plain, cast = (Memory(cli.load([*keys, *fp8]), 2, gpus_per_node=8).deferred(0) for fp8 in ([], [FP8]))
+    assert plain == share * cast > 0
 
 
 def test_memory_of_buffers_between_gpus_of_a_node():

@@ -253,7 +253,7 @@ def test_mfu_of_packed_lora():
             STEP,
             step=i,
             batch_size=16,
-            seconds=9.0 if i < 4 else 0.5 + i / 100,
+            seconds=(9.0 if i < 4 else 0.5 + i / 100) / 1e4,  # so fast that two digits show the MFU of a toy
             squared_lengths=16 * 2 * 30**2,
             padding=64,
         )
@@ -271,6 +271,41 @@ def test_mfu_of_packed_lora():
         f"mean of the last 20 steps: train_step_timing in s: {mean:.4f}, tokens per second: "
         f"{16 * 64 / mean:.0f}, MFU (full): {100 * operations / mean / 989e12:.2f}%"
     )
+
+
+def test_a_summary_counts_the_samples_of_each_step(capsys):
+    """As after a ramp."""
+    with Log(cli.load(["train.seq_len=64", "train.global_batch_size=16"]), 0, 1) as log:
+        for step, size in enumerate((4, 8, 16), start=1):
+            log.iteration(replace(STEP, step=step, batch_size=size, seconds=2.0))
+        log.summary()
+    assert f"tokens per second: {(4 + 8 + 16) * 64 / 6:.0f}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("tuned", [[], ["finetune.kind=lora"]])
+def test_rates_of_recomputation_and_of_frozen_weights(tmp_path, recompute, tuned):
+    """Selective recomputation counts as a whole forward; of frozen weights two of three products are left."""
+    cfg = cli.load([f"log.dir={tmp_path}", "train.seq_len=64", f"train.recompute={recompute}", *tuned])
+    with Log(cfg, 0, 2) as log:
+        log.iteration(replace(STEP, batch_size=16, seconds=0.5))
+    (row,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    m, share = cfg.model, 2 / 3 if tuned else 1
+    hardware = flops.hardware(m, 64, recompute=recompute != "none", frozen=bool(tuned))
+    operations = {"full": share * flops.full(m, 64), "causal": share * flops.causal(m, 64), "hardware": hardware}
+    assert row["tflops"] == pytest.approx({name: 16 * count / 0.5 / 2 / 1e12 for name, count in operations.items()})
+
+
+def test_a_short_line_tells_the_time_left_by_all_steps_of_this_start():
+    argv = ["train.steps=110", "log.style=short"]
+    *_, line = lines(argv, [replace(STEP, step=9, seconds=30.0), replace(STEP, seconds=10.0)], 0, 1)
+    assert line.endswith(" 33:20 left")  # 100 steps of 20 s
+
+
+def test_a_loss_beyond_any_perplexity_is_printed(capsys):
+    with Log(cli.load([]), 0, 1) as log:
+        log.evaluation(10, 800.0)
+    assert f"lm loss value: 8.000000E+02 | lm loss PPL: {math.exp(20.0):.6E} |" in capsys.readouterr().out
 
 
 def test_who_prints_what():

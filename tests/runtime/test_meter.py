@@ -27,7 +27,7 @@ def test_padding_is_no_document():
         return batch.squared_lengths
 
     assert squares(apart, 4, 0, 0) == 5**2 + 7**2 + 16**2 + 3**2 + 13**2
-    assert squares(apart, 0, 0, 0) == squares(apart, 4, 0, 0) + 4**2
+    assert squares(apart, 0, 0, 0) == squares(apart, 4, 0, 0) + 4**2 == squares(apart, 0, 2, 3) + 2**2 + 3**2
     assert squares(together, 0, 0, 0) == 0
 
 

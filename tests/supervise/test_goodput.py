@@ -85,6 +85,13 @@ def test_what_first_steps_take_beyond_others_is_start():
     assert found.seconds["start"] == 1 + 8 + 4 and found.seconds["training"] == 29 + 4 and FIRST_STEPS < 20
 
 
+def test_the_only_step_of_a_start_is_compared_with_those_of_all():
+    rows = [run_row(1, 0.0, 0.0, 1.0), *steps(range(1, 11), 1.0)]
+    rows += [run_row(11, 20.0, 0.0, 21.0), *steps([11], 21.0, 9.0)]
+    found = measure(rows).seconds
+    assert (found["start"], found["training"]) == (1 + 1 + 8, 10 + 1)
+
+
 def test_a_start_that_died_before_its_first_step():
     rows = [run_row(1, 0.0, 1.0, 4.0), run_row(1, 10.0, 2.0, 15.0), *steps([1, 2], 16.0)]
     found = measure(rows).seconds

@@ -299,6 +299,20 @@ def test_of_two_supervisors_of_a_node_the_older_one_leaves(tmp_path):
     assert len(list(tmp_path.glob("step-*"))) == 20
 
 
+def test_the_newer_supervisor_stays_also_if_the_older_one_writes_between_its_look_and_its_end(tmp_path):
+    older = Supervisor(arguments(tmp_path))
+    older.write_heartbeat()
+    newer = Supervisor(arguments(tmp_path))
+    assert not older.replaced()
+    newer.write_heartbeat()
+    older.write_heartbeat()
+    assert not newer.replaced()
+    newer.write_heartbeat()
+    assert older.replaced() and not newer.replaced()
+    Supervisor(arguments(tmp_path)).write_heartbeat()
+    assert newer.replaced()
+
+
 def test_of_two_rounds_with_one_number_the_later_one_counts(tmp_path):
     """As when a leader that stood still for a while writes one more round: here with the nodes the other way round."""
     with Nodes(tmp_path, 2, ranks=1) as nodes:
@@ -420,6 +434,14 @@ def test_without_a_spare_the_job_goes_back_to_the_queue_without_the_unfit_node(l
     beats = [beat_of(0, ended={"0": -9}), beat_of(1, unfit="GPU 0000:3b:00 is no longer visible")]
     ended = leader.after_stop(stopped(*beats), dict(enumerate(beats)), beats)
     assert (ended["state"], ended["status"], ended["excluded"]) == ("end", REQUEUE, ["host1"])
+
+
+def test_a_third_round_knows_the_failures_and_the_nodes_without_use_of_all_before(leader):
+    beats = [beat_of(0, ended={"0": -9}), beat_of(1, unfit="GPU 0000:3b:00 is no longer visible"), beat_of(3)]
+    before = stopped(*beats[:2]) | {"number": 2, "excluded": ["host2"], "failures": [[3, "host1"]]}
+    third = leader.after_stop(before, {beat["node"]: beat for beat in beats}, beats)
+    assert (third["state"], third["number"], [node["node"] for node in third["nodes"]]) == ("run", 3, [0, 3])
+    assert third["excluded"] == ["host2", "host1"] and third["failures"] == [[3, "host1"], [None, "host0"]]
 
 
 def test_an_unfit_node_goes_while_the_others_wait_for_one_in_its_place(leader):
@@ -745,6 +767,27 @@ def test_a_signal_during_the_start_reaches_ranks_that_listen_later(tmp_path, mon
         node.close()
 
 
+def test_a_start_has_no_reason_of_the_one_before(tmp_path, monkeypatch):
+    """A killed rank says nothing; the reason of its first end was reported once more."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
+    (tmp_path / "twice.py").write_text(
+        "import os\nif os.environ['ROUND'] == '2': os.kill(os.getpid(), 9)\nraise OSError(7)"
+    )
+    node, seen = agent.Agent(["twice.py"], "json"), []
+    try:
+        for round_ in "12":
+            node.start([{"RANK": "0", "ROUND": round_}])
+            deadline = time.monotonic() + PATIENCE
+            while node.running and time.monotonic() < deadline:
+                node.listen()
+                time.sleep(0.02)
+            seen.append((node.ended, node.said))
+    finally:
+        node.close()
+    assert seen == [({"0": 1}, {"0": "OSError: 7"}), ({"0": -9}, {})]
+
+
 def test_a_first_start_that_fails_by_itself_is_not_repeated(tmp_path):
     with Nodes(tmp_path, 2, command=["rank.py", "nowhere", "5"]) as nodes:
         assert nodes.end() == [1, 1]
@@ -775,8 +818,9 @@ def test_the_same_step_failing_three_times_ends_the_run(tmp_path):
 
 def test_restarts_are_limited(tmp_path):
     with Nodes(tmp_path, 1, "--max-restarts", "1", ranks=1) as nodes:
-        for step in (3, 6):
-            nodes.steps(step).do(0, killed(9))
+        for round_ in 1, 2:
+            nodes.until((tmp_path / f"started-0-{round_}").exists)
+            nodes.steps(3 * round_).do(0, killed(9))
         assert nodes.end() == [1]
     assert nodes.causes()[1].endswith("SIGKILL; that was restart 1 of 1 (--max-restarts)")
 

@@ -39,6 +39,7 @@ LLAMA = SIZES | dict(
     params_dtype=torch.bfloat16,
 )
 GPT = SIZES | dict(position_embedding_type="learned_absolute", normalization="LayerNorm", norm_epsilon=1e-5)
+GPT |= dict(group_query_attention=False, num_query_groups=1)  # as Megatron-LM saves it: of no effect
 
 
 def convert(source, target, *keys):

@@ -135,6 +135,15 @@ def test_times_are_the_planners():
         assert found[name] == pytest.approx(expected.timeline.makespan)
 
 
+def test_beside_uneven_stages_the_other_schedules_have_even_ones():
+    """Layers whose activations ranks hold: 3 and 1 for two microbatches and one, then 2 each."""
+    cfg = config(CFG, dict(parallel=dict(layers_per_stage=(3, 1))))
+    tour = Tour("", cfg, 4, None, cfg, 4, True, [], {}, [], [], [])
+    own, interleaved, zero_bubble = pages.schedules(tour, make(2, 1, cfg.num_microbatches(1), "1f1b"))
+    assert own["held"] == (3 * 2, 1) and zero_bubble["held"][0] == 2 * 2 and interleaved["vp"] == 2
+    assert not any("error" in schedule for schedule in (own, interleaved, zero_bubble))
+
+
 # ---- a planted mistake changes the page -----------------------------------------------------------------------------
 
 
