@@ -32,7 +32,7 @@ if [ "$job" = helm ]; then
     "${PYTHON:-python3}" "$root/tools/check_job.py" --manifests --device "${DEVICE:-h100}" <<<"$manifests"
     exit
 fi
-[ -e "$file" ] || wrong job "'$job' is none of $(cd "$root/launch" && echo *.sbatch | sed 's/\.sbatch//g'), helm; name one"
+[ -e "$file" ] || wrong job "'$job' is not one of $(cd "$root/launch" && echo *.sbatch | sed 's/\.sbatch//g'), helm; name one"
 
 nodes=$(sed -n 's/^#SBATCH --nodes=//p' "$file") gpus=0
 set -- "${options[@]}"
@@ -50,7 +50,7 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
-is_number "$nodes" 1 || wrong variables "-N $nodes is no number of nodes; use -N 16"
+is_number "$nodes" 1 || wrong variables "-N $nodes is not a number of nodes; use -N 16"
 
 status=0
 SLURM_JOB_ID=0 SLURM_JOB_NUM_NODES=$nodes SLURM_GPUS_ON_NODE=$gpus CHECK_ONLY=$file bash "$file" || status=1

@@ -20,7 +20,7 @@ source launch/stage.sh
 use_dataset "$1"
 need_python
 need_tokenizer
-is_number "${WORKERS:-1}" 1 || fail "WORKERS=$WORKERS is no number of processes; use 1 or more, or unset it"
+is_number "${WORKERS:-1}" 1 || fail "WORKERS=$WORKERS is not a number of processes; use 1 or more, or unset it"
 cd "$OLDPWD"
 shift
 

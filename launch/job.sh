@@ -29,23 +29,23 @@ check_job() {
     esac
     : "${SPARE_NODES:=0}" "${RESTARTS:=20}" "${DTYPE:=}"
     is_number "$SPARE_NODES" 0 ||
-        { fail "SPARE_NODES=$SPARE_NODES is no number of nodes; set SPARE_NODES=1, or 0"; SPARE_NODES=0; }
+        { fail "SPARE_NODES=$SPARE_NODES is not a number of nodes; set SPARE_NODES=1, or 0"; SPARE_NODES=0; }
     is_number "${SLURM_RESTART_COUNT:-0}" 0 ||
-        fail "SLURM_RESTART_COUNT=$SLURM_RESTART_COUNT is no number of starts; leave it to Slurm"
-    is_number "$RESTARTS" 0 || fail "RESTARTS=$RESTARTS is no number of starts; set RESTARTS=20, or 0"
-    is_number "${MASTER_PORT:-1}" 1 65535 || fail "MASTER_PORT=$MASTER_PORT is no port; use 1 to 65535, or unset it"
+        fail "SLURM_RESTART_COUNT=$SLURM_RESTART_COUNT is not a number of starts; leave it to Slurm"
+    is_number "$RESTARTS" 0 || fail "RESTARTS=$RESTARTS is not a number of starts; set RESTARTS=20, or 0"
+    is_number "${MASTER_PORT:-1}" 1 65535 || fail "MASTER_PORT=$MASTER_PORT is not a port; use 1 to 65535, or unset it"
     [ "$SPARE_NODES" = 0 ] || [ "$RESTARTS" != 0 ] ||
         fail "SPARE_NODES=$SPARE_NODES would wait for nothing with RESTARTS=0; set RESTARTS=20, or no SPARE_NODES"
     export SPARE_NODES RESTARTS
     nodes=$((SLURM_JOB_NUM_NODES - SPARE_NODES))
     local least=${MIN_NODES:-$2} count
-    is_number "$least" 1 || { fail "MIN_NODES=$least is no number of nodes; use 1 or more, or unset it"; least=$2; }
+    is_number "$least" 1 || { fail "MIN_NODES=$least is not a number of nodes; use 1 or more, or unset it"; least=$2; }
     [ "$nodes" -ge "$least" ] ||
         { fail "$nodes node(s) are too few for $1; submit with -N $least or more, or set MIN_NODES=1 for a trial"; nodes=$least; }
     gpus=${RUN_CONF_GPUS_PER_NODE:-${SLURM_GPUS_PER_NODE:-8}}
     for count in "$gpus" "${SLURM_GPUS_PER_NODE:-8}"; do
         is_number "$count" 1 && continue
-        fail "$count is no number of GPUs; set RUN_CONF_GPUS_PER_NODE to one, SLURM_GPUS_PER_NODE to one or null"
+        fail "$count is not a number of GPUs; set RUN_CONF_GPUS_PER_NODE to one, SLURM_GPUS_PER_NODE to one or null"
         gpus=8 SLURM_GPUS_PER_NODE=0
         break
     done

@@ -10,7 +10,7 @@ shift 2
 source launch/number.sh ""
 source launch/keys.sh ""
 for count in "$ranks" "${SPARE_NODES:-0}" "${RESTARTS:-0}"; do
-    is_number "$count" 0 || { echo "error: $count is no number; correct RANKS, SPARE_NODES or RESTARTS" >&2; exit 1; }
+    is_number "$count" 0 || { echo "error: $count is not a number; correct RANKS, SPARE_NODES or RESTARTS" >&2; exit 1; }
 done
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 # Slurm sends SIGUSR1 to every process here. torchrun would die of it and leave its ranks behind; it inherits that the

@@ -15,7 +15,7 @@ source launch/venv.sh
 source launch/number.sh ""
 source launch/keys.sh ""
 
-is_number "${RANKS:-1}" 1 || fail "RANKS=$RANKS is no number of processes; use 1 or more, or unset it"
+is_number "${RANKS:-1}" 1 || fail "RANKS=$RANKS is not a number of processes; use 1 or more, or unset it"
 for override in "$@"; do
     case $override in
     [a-z]*.[a-z]*=*) ;;

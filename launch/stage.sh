@@ -75,7 +75,7 @@ use_dataset() {
         ;;
     *) fail "'$1' is no dataset; use gpt3 or llama3.1" ;;
     esac
-    is_number "$files" 1 99 || fail "FILES=$files is no number of files; use 1 to 99"
+    is_number "$files" 1 99 || fail "FILES=$files is not a number of files; use 1 to 99"
 }
 
 need_tokenizer() {
@@ -86,7 +86,7 @@ need_tokenizer() {
     gpt2:?*) [ -e "$file/vocab.json" ] && file+=/vocab.json || file+=/encoder.json ;; # either will do
     llama[23]:?*) ;;
     hf:?*) file+=/tokenizer.json ;;
-    *) fail "TOKENIZER=$tokenizer is none of bytes, gpt2:DIR, llama3:FILE, llama2:FILE and hf:DIR" ;;
+    *) fail "TOKENIZER=$tokenizer is not one of bytes, gpt2:DIR, llama3:FILE, llama2:FILE and hf:DIR" ;;
     esac
     [ -e "$file" ] || fail "there is no $file; run launch/setup.sh (for Llama's with HF_TOKEN), or set TOKENIZER"
 }

@@ -177,16 +177,14 @@ def read_torchrun_env(environ: Mapping[str, str]) -> tuple[int, int, int, int]:
     numbers = {}
     for name, single in ("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"):
         if not re.fullmatch("[0-9]{1,9}", text := environ.get(name, single)):
-            raise ValueError(
-                f"{name}={text[:40]!r} is no number of a rank or of ranks; start ranks with torchrun, or unset {name}"
-            )
+            raise ValueError(f"{name}={text[:40]!r} is not a number; start ranks with torchrun, or unset {name}")
         numbers[name] = int(text)
     node = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in environ else "WORLD_SIZE"
     for name, size in ("RANK", "WORLD_SIZE"), ("LOCAL_RANK", node):  # a node needs a rank 0, which prints errors
         if numbers[name] >= numbers[size]:
             raise ValueError(
-                f"{name}={numbers[name]} is none of {size}={numbers[size]} ranks, which count from 0; start ranks with "
-                "torchrun, or unset both"
+                f"{name}={numbers[name]} is not one of {size}={numbers[size]} ranks, which count from 0; start ranks "
+                "with torchrun, or unset both"
             )
     return numbers["RANK"], numbers["WORLD_SIZE"], numbers["LOCAL_RANK"], numbers["LOCAL_WORLD_SIZE"]
 
@@ -207,7 +205,7 @@ def check_meeting_place(environ: Mapping[str, str], world: int) -> None:
             "or unset WORLD_SIZE"
         )
     if not (re.fullmatch("[0-9]{1,5}", port := environ["MASTER_PORT"]) and 0 < int(port) < 1 << 16):
-        raise ValueError(f"MASTER_PORT={port[:40]!r} is no port; use a number from 1 to 65535, or torchrun")
+        raise ValueError(f"MASTER_PORT={port[:40]!r} is not a port; use a number from 1 to 65535, or torchrun")
 
 
 def describe_run(log: Log, trainer: Trainer, data: Datasets, start: ResumePoint, device: str, startup: Startup) -> None:

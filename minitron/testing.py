@@ -120,7 +120,7 @@ class RankPool(AbstractContextManager):
         with every rank's stack, if the job takes longer than `timeout` seconds.
         """
         if world_size < 1:
-            raise ValueError(f"world_size={world_size} is no number of ranks; use 1 or more")
+            raise ValueError(f"world_size={world_size} is not a number of ranks; use 1 or more")
         rule = "pass a function defined at the top of a module, and arguments that pickle, as classes defined there do"
         with errors_as(ValueError, lambda error: f"cannot send {fn!r} to the ranks: {error}; {rule}", Exception):
             call = pickle.dumps((fn, args, kwargs))

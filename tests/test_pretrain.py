@@ -127,22 +127,22 @@ def test_a_world_without_torchrun_is_one_line():
 @pytest.mark.parametrize(
     "environ, message",
     [
-        ({"RANK": "abc"}, "RANK='abc' is no number of a rank or of ranks"),
-        ({"WORLD_SIZE": ""}, "WORLD_SIZE='' is no number"),
-        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK='-1' is no number"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is none of WORLD_SIZE=2 ranks"),
+        ({"RANK": "abc"}, "RANK='abc' is not a number"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE='' is not a number"),
+        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK='-1' is not a number"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not one of WORLD_SIZE=2 ranks"),
         (
             {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "abc"},
-            "MASTER_PORT='abc' is no port",
+            "MASTER_PORT='abc' is not a port",
         ),
         (
             {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
-            "MASTER_PORT='0' is no port",
+            "MASTER_PORT='0' is not a port",
         ),
-        ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1 is none of WORLD_SIZE=1 ranks"),
+        ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1 is not one of WORLD_SIZE=1 ranks"),
         (
             {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"},
-            "LOCAL_RANK=2 is none of LOCAL_WORLD_SIZE=2 ranks",
+            "LOCAL_RANK=2 is not one of LOCAL_WORLD_SIZE=2 ranks",
         ),
     ],
 )

@@ -109,7 +109,7 @@ def test_a_hang_shows_every_rank_and_the_pool_lives_on(ranks):
 
 
 def test_errors_of_use(ranks):
-    with pytest.raises(ValueError, match="world_size=0 is no number of ranks; use 1 or more"):
+    with pytest.raises(ValueError, match="world_size=0 is not a number of ranks; use 1 or more"):
         ranks(0, process_state)
     with pytest.raises(ValueError, match="pass a function defined at the top of a module"):
         ranks(1, lambda: None)

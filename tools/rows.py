@@ -175,7 +175,7 @@ def _check_columns(path: str, keys: tuple[str, ...], schema: Any) -> list[str]:
     texts = [field.name for field in schema if is_text(field.type)]
     for key in keys:
         if key not in texts:
-            kind = f"is {schema.field(key).type}, no text" if key in schema.names else "is none of its columns"
+            kind = f"is {schema.field(key).type}, no text" if key in schema.names else "is not one of its columns"
             known = "use " + " or ".join(f"--text-field {name}" for name in texts) if texts else "no column is text"
             raise ValueError(f"{path}: {key!r} {kind}; {known}")
     return list(keys)

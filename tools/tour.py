@@ -143,7 +143,7 @@ def differences(traces: list[dict], alone: dict) -> list[dict]:
             row["square"] += square
             row["norm"] += float(expected.double().square().sum())
             row["count"] += len(part)
-            if not square <= row["most"]:  # also if it is no number
+            if not square <= row["most"]:  # also if it is not a number
                 row["most"], row["rank"] = square, trace["rank"]
     return [
         {

@@ -362,6 +362,6 @@ def _headers(path: Path) -> dict[str, Place]:
 
 
 def _json(path: Path) -> dict:
-    why = lambda e: f"{path} is no JSON object that can be read ({e}); name the folder of a model, or copy it again"
+    why = lambda e: f"{path} is not a JSON object that can be read ({e}); name the folder of a model, or copy it again"
     with errors_as(CheckpointError, why, OSError, ValueError, TypeError):
         return dict(read_json(path))

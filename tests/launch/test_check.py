@@ -94,12 +94,12 @@ def test_a_job_that_would_run(stage):
         ({"SLURM_GPUS_PER_NODE": "8"}, "variables", "Slurm gave the job 0 GPUs a node; submit with --gres=gpu:8"),
         ({"EXTRA_ARGS": "train.stepz=5"}, "keys", "unknown key train.stepz; did you mean train.steps?"),
         ({"EXTRA_ARGS": "train.steps=5\ntrain.stepz=5"}, "keys", "unknown key train.stepz"),
-        ({"SPARE_NODES": "08"}, "variables", "SPARE_NODES=08 is no number"),
-        ({"MIN_NODES": "abc"}, "variables", "MIN_NODES=abc is no number"),
-        ({"RESTARTS": "9" * 20}, "variables", "is no number of starts"),
-        ({"SLURM_RESTART_COUNT": "PATH[0]"}, "variables", "SLURM_RESTART_COUNT=PATH[0] is no number of starts"),
-        ({"MIN_NODES": "1\n\x1b[2J2"}, "variables", "MIN_NODES=1  [2J2 is no number"),
-        ({"MASTER_PORT": "70000"}, "variables", "MASTER_PORT=70000 is no port"),
+        ({"SPARE_NODES": "08"}, "variables", "SPARE_NODES=08 is not a number"),
+        ({"MIN_NODES": "abc"}, "variables", "MIN_NODES=abc is not a number"),
+        ({"RESTARTS": "9" * 20}, "variables", "is not a number of starts"),
+        ({"SLURM_RESTART_COUNT": "PATH[0]"}, "variables", "SLURM_RESTART_COUNT=PATH[0] is not a number of starts"),
+        ({"MIN_NODES": "1\n\x1b[2J2"}, "variables", "MIN_NODES=1  [2J2 is not a number"),
+        ({"MASTER_PORT": "70000"}, "variables", "MASTER_PORT=70000 is not a port"),
         ({"EXTRA_ARGS": "parallel.tp=5"}, "layout", "parallel.tp*pp*cp=5*8*1=40 does not divide the world of 128"),
         ({"EXTRA_ARGS": "train.micro_batch_size=8 parallel.vp=1"}, "memory", "do not fit into the 76.1 GiB that H100"),
         (
@@ -145,9 +145,9 @@ def test_all_that_is_missing_is_said_at_once(stage, tmp_path):
 @pytest.mark.parametrize(
     "arguments, part, message",
     [
-        (["176b"], "job", "'176b' is none of 13b 175b 70b 8b finetune, helm; name one"),
+        (["176b"], "job", "'176b' is not one of 13b 175b 70b 8b finetune, helm; name one"),
         (["175b", "--nodes=8"], "variables", "8 node(s) are too few for 175b; submit with -N 16 or more"),
-        (["175b", "-N", "x"], "variables", "-N x is no number of nodes"),
+        (["175b", "-N", "x"], "variables", "-N x is not a number of nodes"),
         (["175b", "train.steps=9"], "variables", "'train.steps=9' would not be read; give overrides as EXTRA_ARGS='tr"),
     ],
 )

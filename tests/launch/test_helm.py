@@ -80,7 +80,7 @@ VOLUMES = [
     {"name": "shared", "mountPath": "/nfs", "nfs": {"server": "filer", "path": "/rounds"}},
 ]
 NAMED = {"name": "ssd", "mountPath": "/ssd"}
-OF_A_NODE = {"hostPath.path": "/mnt/disks/ssd0"}, {"emptyDir.medium": "Memory"}
+OF_A_POD = {"emptyDir.medium": "Memory"}
 ENV = [
     {"name": "NCCL_NVLS_ENABLE", "value": 1},
     {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hf", "key": "token"}}},
@@ -348,21 +348,15 @@ def test_the_readmes_nodes_have_as_many_gpus_as_its_pods():
             {"workload__restarts": 9, "workload__rounds": "/data/rounds"},
             "workload.rounds=/data/rounds is in none of workload.volumes",
         ),
-        *(
-            (
-                {"workload__restarts": 9, "workload__rounds": "/ssd/rounds"}
-                | {f"workload__volumes[0].{key}": value for key, value in (NAMED | volume).items()},
-                "workload.rounds=/ssd/rounds is in none of workload.volumes that pods share",
-            )
-            for volume in OF_A_NODE
+        (
+            {"workload__restarts": 9, "workload__rounds": "/ssd/rounds"}
+            | {f"workload__volumes[0].{key}": value for key, value in (NAMED | OF_A_POD).items()},
+            "workload.rounds=/ssd/rounds is in none of workload.volumes that pods share",
         ),
-        *(
-            (
-                {"workload__restarts": 9, "workload__gcsBucketForDataCataPath": ""}
-                | {f"workload__volume.{key}": value for key, value in volume.items()},
-                "workload.rounds=/gcs/minitron-experiments is in none of workload.volumes that pods share",
-            )
-            for volume in OF_A_NODE
+        (
+            {"workload__restarts": 9, "workload__gcsBucketForDataCataPath": ""}
+            | {f"workload__volume.{key}": value for key, value in OF_A_POD.items()},
+            "workload.rounds=/gcs/minitron-experiments is in none of workload.volumes that pods share",
         ),
         ({"workload__spareNodes": 1}, "workload.spareNodes=1 pods would wait for nothing; set workload.restarts, too"),
         ({"workload__gpu": 8}, "additional properties 'gpu' not allowed"),

@@ -255,7 +255,7 @@ def test_mistakes_are_one_line(tuned, hugging_face, llama3_file, tmp_path):  # n
         ([folder, "--tokenizer", "bytes", "--prompt", ""], "--prompt='' has no token"),
         ([folder, *good, "--system", "b"], "--system has no effect without --chat"),
         ([folder, *good, "--chat"], "chat messages need a chat template"),
-        ([folder, "--prompt", "a", "--tokenizer", "word"], "--tokenizer='word' is none of"),
+        ([folder, "--prompt", "a", "--tokenizer", "word"], "--tokenizer='word' is not one of"),
         (
             [tmp_path / "nothing", *good],
             "nothing holds no weights; name a Hugging Face folder or a minitron checkpoint",

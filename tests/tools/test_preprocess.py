@@ -208,7 +208,7 @@ def test_an_error_in_a_worker_is_one_line_and_leaves_nothing(tmp_path):
         ({"--input": "absent"}, "absent: no such input file; correct --input"),
         ({"--workers": "0"}, "--workers: 0 is not a whole number"),
         ({"--workers": "9999999"}, "--workers 9999999: that many processes"),
-        ({"--tokenizer": "gpt9:x"}, "--tokenizer='gpt9:x' is none of"),
+        ({"--tokenizer": "gpt9:x"}, "--tokenizer='gpt9:x' is not one of"),
         ({"--output-prefix": "old"}, "old_text_document.idx exists already; delete it or choose another"),
         ({"--output-prefix": "in.jsonl/out"}, "in.jsonl/out_text_document: cannot be written"),
         ({"--output-prefix": "/proc/nope/x"}, "/proc/nope/x_text_document: cannot be written"),
@@ -438,7 +438,7 @@ INDICES = POINTERS + 3 * 8
         (lambda d: write(d / "d", [[], []]), [], "d.bin: no tokens in 2 documents"),
         (lambda d: None, ["--samples", "-1"], "--samples: -1 is not a whole number"),
         (lambda d: None, ["--vocab-size", "0"], "--vocab-size: 0 is not a whole number"),
-        (lambda d: None, ["--tokenizer", "x"], "--tokenizer='x' is none of"),
+        (lambda d: None, ["--tokenizer", "x"], "--tokenizer='x' is not one of"),
         (lambda d: None, ["--vocab"], "argument --vocab-size: expected one argument"),
         (
             lambda d: (d / "d.json").write_text('{"tokenizer": "x", "fingerprint": "f", "vocab_size": 50}'),

@@ -131,9 +131,9 @@ def test_mistakes_with_tables_are_named(tmp_path, table):
     with pyarrow.ipc.new_file(str(tmp_path / "file.arrow"), table.schema) as writer:
         writer.write_table(table)
     for name, field, message in (
-        ("a.parquet", "text", "a.parquet: 'text' is none of its columns; use --text-field body or --text-field url"),
+        ("a.parquet", "text", "a.parquet: 'text' is not one of its columns; use --text-field body or --text-field url"),
         ("a.parquet", "id", "a.parquet: 'id' is int64, no text; use --text-field body"),
-        ("ids.parquet", "text", "'text' is none of its columns; no column is text"),
+        ("ids.parquet", "text", "'text' is not one of its columns; no column is text"),
         ("null.parquet", "body", "null.parquet: row 2 has no text under the key 'body'; correct the row"),
         ("cut.parquet", "body", "cut.parquet: cannot be read after row 0"),
         ("lines.parquet", "body", "lines.parquet: cannot be read after row 0"),
