@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from layouts import whole_model
 from minitron.checkpoint.format import CheckpointError
@@ -25,7 +27,7 @@ from minitron.config import cli
 from minitron.config.schema import ModelConfig
 from minitron.interop import hf
 from minitron.testing import assert_close_rel
-from test_convert_hf import GPT2, LLAMA, SCALED, batch_of
+from test_convert_hf import GPT2, LLAMA, SCALED, batch_of, error_of, folders, model_of, single, whole  # noqa: F401
 
 TOLERANCE = 1e-5  # both compute in float32; sums run in another order
 ROPE = {"rope_theta": 500.0, "rope_type": "default"}
@@ -269,3 +271,37 @@ def test_the_defaults_of_minitron_are_no_model_of_these():
     """A field that no key sets keeps its default: the three of Qwen are off for all others."""
     for kind, fmt in hf.FORMATS.items():
         assert fmt.own.keys() <= {"qkv_bias", "qk_norm"} and not (ModelConfig().qkv_bias or ModelConfig().qk_norm), kind
+
+
+# ---- tensors of one model --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first, rest", [("bfloat16", "float32"), ("float32", "bfloat16"), ("bfloat16", "float16")])
+def test_parts_of_two_formats_are_read_in_one_that_holds_both(folders, tmp_path, first, rest):  # noqa: F811
+    """q and gate in one format, k, v and up in another: the fused matrix loses nothing of either."""
+    state = {
+        name: tensor.to(getattr(torch, rest if re.search(r"\.(k|v|up)_proj\.", name) else first))
+        for name, tensor in model_of("llama").state_dict().items()
+    }
+    save_file(state, tmp_path / "model.safetensors")
+    shutil.copy(folders("llama") / "config.json", tmp_path)
+    reader = hf.FolderReader(tmp_path)
+    assert (
+        reader.precision == "fp32"
+        and reader.dtype("blocks.0.attention.out.weight", "param") == state["lm_head.weight"].dtype
+    )
+    for name in "blocks.0.attention.qkv.weight", "blocks.0.mlp.up.weight":
+        expected = torch.cat([state[part.name].float() for part in hf.tensor_map(reader.model)[name]])
+        assert torch.equal(whole(reader, name).float(), expected), name
+
+
+@pytest.mark.parametrize("row", [0, 40, 89])
+def test_a_tied_head_that_differs_in_any_row_is_refused(folders, tmp_path, monkeypatch, row):  # noqa: F811
+    monkeypatch.setattr(hf, "BLOCK_ROWS", 32)
+
+    def untie(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["lm_head.weight"][row] += 1
+
+    folder = single(folders("llama-tied"), tmp_path / "hf", untie)
+    assert "lm_head.weight differs from the embedding" in error_of(hf.FolderReader, folder)
