@@ -3,16 +3,17 @@
 import dataclasses
 import sys
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 
-from layouts import GPT3, LLAMA, Pieces, config, dataset_of, mesh_of
+from layouts import GPT3, LLAMA, Pieces, config, dataset_of, lowered, mesh_of
 from minitron.comm.mesh import Axis, Mesh
 from minitron.config import rules
 from minitron.config.schema import PrecisionConfig
 from minitron.data.loader import Loader
-from minitron.kernels import fp8_torch
+from minitron.kernels import fp8_torch, plain
 from minitron.kernels.fp8 import Fp8Gemm, Fp8State, Fp8States
 from minitron.kernels.fp8_scales import (
     FP8_DTYPES,
@@ -196,6 +197,7 @@ def histories(magnitudes, mesh_shape):
 def test_scales_follow_the_largest_of_the_last_steps_on_all_ranks(ranks):
     steps = 2 * HISTORY + 3
     magnitudes = torch.exp2(torch.randint(-6, 7, (steps, 4), generator=torch.Generator().manual_seed(1))).tolist()
+    magnitudes[1][2] = 2.0**9  # above all others: the scale shows in which step it leaves the history
     magnitudes[20] = [float("nan"), 1.0, float("inf"), 2.0]  # leaves the newest history as it was
     tops = [max(row) for row in magnitudes]
     tops[20] = tops[19]
@@ -409,6 +411,80 @@ def test_the_first_step_notes_the_magnitudes_that_later_ones_note(base):
     second, first = trainer.chunks[0].fp8_state.scaling.history[:2]
     assert len(first) == 2 * 4 * 3
     torch.testing.assert_close(first, second, rtol=2**-2, atol=0)
+
+
+def casts_of(cfg, evaluate):
+    """By step, this rank's casts in order: the largest magnitude, the limit of the format, the scale."""
+    steps, cast, trainer = [], plain.cast, build(cfg, mesh_of(cfg))
+
+    def noted(x, into):
+        steps[-1].append((float(x.abs().max()), fp8_max(into.fp8_dtype), float(into.scale)))
+        return cast(x, into)
+
+    with mock.patch.object(plain, "cast", noted):
+        for step in range(6):
+            steps.append([])
+            run(cfg, 1, trainer, first=step)
+            if evaluate:  # of another sample, whose magnitudes may be larger
+                steps.append([])
+                data = Loader(dataset_of(cfg), cfg, trainer.mesh)
+                trainer.evaluate(data.step(TRAIN["steps"] * cfg.train.global_batch_size, 0))
+                data.close()
+                steps.pop()
+    return steps
+
+
+@pytest.mark.parametrize(
+    "world, layout, base, recompute, evaluate",
+    [
+        (1, "", GPT3, "none", True),
+        (1, "", LLAMA, "selective", False),
+        (2, "tp=2", LLAMA, "none", True),
+        (2, "", LLAMA, "none", False),
+        (2, "pp=2 vp=2", LLAMA, "none", False),
+    ],
+    ids=["gpt", "recomputed", "tp", "dp", "chunks"],
+)
+def test_each_tensor_is_cast_by_its_own_last_steps(ranks, world, layout, base, recompute, evaluate):
+    """A step of one microbatch makes the same casts in the same order as any other step, in every chunk and layer.
+
+    So the scale of a cast follows from the magnitudes of that cast, in the two steps before, which a history has here.
+    """
+    change = {"train": {"global_batch_size": 2 if layout else 2 * world, "recompute": recompute}}
+    change |= {"optimizer": {"lr": 0.02}, "precision": {"fp8_head": True}, "model": {"vocab_size": 128}}
+    cfg = config(toy("delayed", base, **(axes(layout) if world > 1 else {})), change)
+    rules.check(cfg, world)
+    results = ranks(world, lowered, casts_of, cfg, evaluate)
+    groups = [[result] for result in results] if "pp" in layout else [results]
+    for group in groups:  # ranks that have the same scales
+        for casts in zip(*(zip(*steps, strict=True) for steps in group), strict=True):
+            tops = [max(top for top, _, _ in of_ranks) for of_ranks in zip(*casts)]
+            for steps in casts:
+                for step, (_, limit, scale) in enumerate(steps[1:], 1):  # the first step has no history
+                    assert scale == pytest.approx(limit / max(tops[max(0, step - 2) : step]), rel=1e-6)
+        assert len({scale for _, _, scale in group[0][-1]}) > 20, "other scales would fit, too"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"model": {"head_piece": 32}},
+        {"finetune": {"kind": "lora"}, "lora": {"targets": ("qkv", "o", "gate", "down")}},
+    ],
+    ids=["whole", "pieces", "lora"],
+)
+def test_magnitudes_of_an_evaluation_enter_no_history(change):
+    """Neither before the first step nor later, when the scales are known and other kernels cast."""
+    cfg = config(toy("delayed", precision={"fp8_head": True}, model={"vocab_size": 128, "num_layers": 2}), change)
+    trainer = build(cfg, mesh_of(cfg))
+    loader = Loader(dataset_of(cfg), cfg, trainer.mesh)
+    for step in range(2):
+        trainer.evaluate(loader.step(0, 0))
+        of_inputs, _, of_gradients = trainer.chunks[0].fp8_state.scaling.amax.view(-1, 3).unbind(1)
+        assert not of_inputs.any() and not of_gradients.any()
+        run(cfg, 1, trainer, first=step)
+    loader.close()
 
 
 def test_what_is_cast_how_often(monkeypatch):

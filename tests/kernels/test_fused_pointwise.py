@@ -47,22 +47,23 @@ def interpreted():
 def norms():
     from minitron.kernels import fused
 
-    for layer_norm, with_delta, with_bias, with_dtotal, frozen in [
-        (False, True, False, True, False),
-        (False, False, False, False, True),
-        (True, True, True, True, False),
-        (True, False, False, False, True),
-        (False, True, True, True, False),
+    for layer_norm, with_delta, with_bias, with_dtotal, frozen, s, h in [
+        (False, True, False, True, False, 7, 72),
+        (False, False, False, False, True, 7, 72),
+        (True, True, True, True, False, 7, 72),
+        (True, False, False, False, True, 7, 72),
+        (False, True, True, True, False, 7, 72),
+        (True, True, True, True, False, 54, 136),  # a program of the sums has a second tile of rows, and there are two
     ]:
-        what, h = (layer_norm, with_delta, with_bias, with_dtotal, frozen), 72
-        x, weight = 3 + randn(7, 5, h), 1 + randn(h, seed=1)
+        what = layer_norm, with_delta, with_bias, with_dtotal, frozen, h
+        x, weight = 3 + randn(s, 5, h), 1 + randn(h, seed=1)
         bias = randn(h, seed=2) if layer_norm else None
-        delta = randn(5, 7, h, seed=3).transpose(0, 1) if with_delta else None
+        delta = randn(5, s, h, seed=3).transpose(0, 1) if with_delta else None
         delta_bias = randn(h, seed=4) if with_bias else None
         mine, twins = (ops.add_norm((x, delta, delta_bias), weight, bias, 1e-5) for ops in (fused, plain))
         assert torch.equal(mine[0], twins[0]) and (with_delta or mine[0] is x)
         assert_twins(mine, twins, what=what)
-        dy, dtotal = randn(5, 7, h, seed=5).transpose(0, 1), randn(7, 5, h, seed=6) if with_dtotal else None
+        dy, dtotal = randn(5, s, h, seed=5).transpose(0, 1), randn(s, 5, h, seed=6) if with_dtotal else None
         inputs = dy, dtotal, *twins[::2], weight, with_bias, frozen
         assert_twins(*(ops.add_norm_backward(*inputs) for ops in (fused, plain)), what=what)
     q, weight, dqkv = 3 + randn(7, 2, 3, 16), 1 + randn(16, seed=1), randn(7, 2, 5, 16, seed=2)  # rows of one head
@@ -132,7 +133,7 @@ def sums():
 def rows_added():
     from minitron.kernels import fused
 
-    ids, h = torch.randint(0, 40, (20, 3), generator=torch.Generator().manual_seed(1)), 1100
+    ids, h = torch.randint(0, 40, (20, 3), generator=torch.Generator().manual_seed(1)), 2100  # two blocks, or three
     rows = randn(20, 3, h)
     assert_close_rel(*(ops.add_rows_(torch.ones(16, h), ids, 12, rows) for ops in (fused, plain)), CLOSE)
     # A table of 16 bits: the sum of an id's rows in float32, rounded once.
