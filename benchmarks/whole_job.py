@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> dict | None:
             prefix = build_corpus(Cache(os.path.expanduser(cfg.data.cache_dir)), TOKENS).prefix
             data = ["data.source=indexed", f"data.paths=[{prefix}]", "data.document_length=null"]
     no_base = cfg.finetune.kind is not None and cfg.finetune.base is None and cfg.checkpoint.load is None
-    begin = {"agree": lambda *_, **__: ResumePoint()} if no_base else {}
+    begin = {"agree_on_start": lambda *_, **__: ResumePoint()} if no_base else {}
     try:
         with mock.patch.multiple(pretrain, **begin) if begin else nullcontext():
             pretrain.main([*args.config, *data, f"log.dir={folder}"], finetune=cfg.finetune.kind is not None)

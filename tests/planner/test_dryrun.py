@@ -474,7 +474,7 @@ def test_the_table(capsys):
         "first reached in",
         "CUDA graphs, about",
         "pp send",
-        "of collectives: ",
+        "collectives: how many",
         "replaced: Triton",
         "left out: ",
     ):
