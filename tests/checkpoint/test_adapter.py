@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from layouts import config
+from layouts import LLAMA, config
 from minitron import finetune, pretrain
 from minitron.checkpoint.format import CheckpointError
 from minitron.config import cli, rules
@@ -299,6 +299,17 @@ def test_adapters_go_on_in_any_layout(ranks, bases, tmp_path):
     assert len(names) == 2 * (4 + 7) and all(".adapter." in name for name in names)
     expected = whole(dataclasses.replace(cfg, checkpoint=Config().checkpoint), 10)
     assert [f["loss"] for f in figures] == pytest.approx([f["loss"] for f in expected], rel=1e-5)
+
+
+def test_every_chunk_of_a_rank_reads_its_frozen_weights(ranks, tmp_path):
+    """From a checkpoint with other values than a fresh start gives."""
+    pretrained = saving(config(LLAMA, RUN, {"model": {"num_layers": 4}}), tmp_path / "base")
+    leg(pretrained, 1)
+    adapters = {"finetune": {"kind": "lora", "base": str(tmp_path / "base")}, "lora": {"rank": 4, "alpha": 8.0}}
+    cfg = config(changed(pretrained, checkpoint={"dir": None}), adapters)
+    expected = [f["loss"] for f in whole(cfg, 2)]
+    for figures in ranks(2, whole, in_layout(cfg, pp=2, vp=2), 2):
+        assert [f["loss"] for f in figures] == pytest.approx(expected, rel=1e-5)
 
 
 FP8 = dict(dtype="bf16", fp8="delayed", fp8_backend="torch")

@@ -10,6 +10,7 @@ import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -18,9 +19,11 @@ from hypothesis import strategies as st
 
 from minitron.checkpoint import directory as directories
 from minitron.checkpoint.boxes import TensorShard
+from minitron.checkpoint.destination import Destination
 from minitron.checkpoint.directory import TakenOver, begin, claim, commit, make_writable, newest
 from minitron.checkpoint.format import CheckpointError, describe, index_bytes, index_tensors, write_shard
 from minitron.checkpoint.reader import Reader
+from minitron.comm.mesh import Mesh
 from minitron.config.cli import user_errors
 from minitron.interop import import_weights
 from minitron.supervise.lead import TAKEN
@@ -283,6 +286,28 @@ def test_a_disk_without_room_or_rights(tmp_path):
         begin(tmp_path / "file", 1, 0)
     with pytest.raises(CheckpointError, match="/proc/nothing: no such file or directory"):
         begin(Path("/proc/nothing"), 1, 0)
+
+
+def saved_with(free: int, folder: Path) -> bool:
+    """Save 16 bytes of each rank and 8 of one rank of the stage, on a disk with `free` bytes."""
+    mesh = Mesh.create()
+    shards = [TensorShard("a", "master", (8,), (4 * mesh.rank,), torch.ones(4))]
+    histories = [TensorShard("b", "fp8_history", (2,), (0,), torch.ones(2))]
+    destination = Destination(folder, 1, mesh, 0, shards, histories)
+    if destination.has_histories:
+        shards += histories
+    with mock.patch.object(shutil, "disk_usage", return_value=mock.Mock(free=free)):
+        try:
+            destination.write(ABOUT | {"iteration": 1}, shards)
+        except CheckpointError as error:
+            assert "MB free and a save needs" in str(error)
+            return False
+    return True
+
+
+def test_a_save_needs_room_for_what_all_ranks_write(ranks, tmp_path):
+    assert ranks(2, saved_with, 39, tmp_path) == [False, False] and newest(tmp_path) is None
+    assert ranks(2, saved_with, 40, tmp_path) == [True, True]
 
 
 # ---- what others have put there -----------------------------------------------------------------------------------

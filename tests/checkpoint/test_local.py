@@ -24,6 +24,7 @@ from minitron.pretrain import open_weights
 from minitron.runtime.log import Log
 from minitron.train import build
 from test_checkpoint import FP8, LONG, mesh_of, saving, train, whole
+from test_checkpoint_format import reindex
 
 WORLD = 4
 SHORT = config(LLAMA, LONG, {"model": {"num_layers": 3}})
@@ -171,10 +172,14 @@ def test_without_a_whole_local_save_the_shared_one_is_used(ranks, begun, uninter
     assert [line.split(":")[0].split("/", 1)[-1].endswith("is damaged") for line in warnings(results)] == [True, True]
 
 
-@pytest.mark.parametrize("lost", ["all", "newest"])
+@pytest.mark.parametrize("lost", ["all", "newest", "of another save"])
 def test_a_node_whose_part_is_missing(ranks, begun, lost):
-    """As after a spare node took another's place, or a node died while it wrote."""
-    shutil.rmtree(begun / "node1" if lost == "all" else begun / "node1" / "step_00000007")
+    """As after a spare node took another's place, or a node died while it wrote, perhaps for the second time."""
+    if lost == "of another save":
+        state = Reader(begun / "node1").state | {"local_save": "01234567"}
+        reindex(begun / "node1", "step_00000007", state=state)
+    else:
+        shutil.rmtree(begun / "node1" if lost == "all" else begun / "node1" / "step_00000007")
     results = goes_on(ranks, begun)
     assert results[0]["from"] == ("shared/step_00000004" if lost == "all" else "node0/step_00000006")
     assert "step_00000007 is not the same on all nodes: see ranks 2, 3: this local save is not used" in "".join(

@@ -3,6 +3,7 @@
 import os
 import time
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -62,8 +63,9 @@ def test_all_ranks_get_the_answer_of_rank_0(ranks, world, fan_out):
         assert own == [rank, rank, rank * 1.5]
 
 
+@mock.patch.object(agree, "FAN_OUT", 2)
 def failed(which, kind):
-    """The class and text of the error that this rank sees, and that agreeing goes on afterwards."""
+    """The class and text of the error that this rank sees, in a tree of pairs, and that agreeing goes on afterwards."""
     rank, agreement, seen = dist.get_rank(), Mesh.create().agreement, []
 
     def own():
@@ -82,10 +84,10 @@ def failed(which, kind):
     return seen, agreement.decide(lambda: rank, sum)
 
 
-@pytest.mark.parametrize("which, text", [((2, 1), "disk of rank 1"), ((), "rule over [0, 1, 2]")])
+@pytest.mark.parametrize("which, text", [((4, 3), "disk of rank 3"), ((), "rule over [0, 1, 2, 3, 4]")])
 @pytest.mark.parametrize("kind", ERRORS)
 def test_an_error_of_one_rank_or_of_the_rule_is_raised_on_every_rank(ranks, which, text, kind):
-    assert ranks(3, failed, which, kind) == [([(kind, text)] * 2, 3)] * 3
+    assert ranks(5, failed, which, kind) == [([(kind, text)] * 2, 10)] * 5
 
 
 def loses_a_peer(seen):

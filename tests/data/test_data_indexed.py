@@ -145,6 +145,13 @@ def test_fingerprint_follows_the_content_not_the_path(tmp_path):
         for name, documents in (("a", DOCUMENTS), ("b", DOCUMENTS), ("c", [[[7, 8, 9]], [[4, 5], [6]], [], [[2]]]))
     )
     assert one == same != other
+    tokens = np.arange(100_000, dtype=np.uint16)  # more than is read of each end
+    prints = set()
+    for place in None, 0, len(tokens) - 1:
+        changed = tokens.copy()
+        changed[[] if place is None else place] += 1
+        prints.add(IndexedDataset(write(tmp_path / f"at {place}", [[changed]])).fingerprint)
+    assert len(prints) == 3
 
 
 @pytest.mark.parametrize(

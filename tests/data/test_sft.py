@@ -205,6 +205,9 @@ def test_validation_is_a_share_of_the_lines_or_files_of_its_own(tmp_path):
     assert data.train.part == range(60) and [part.part for part in data.valid.parts] == [range(60), range(9)]
     data = datasets(tmp_path, blend, valid=4, valid_paths=(other,))
     assert [part.part for part in data.train.parts] == [range(60), range(9)] and data.valid.part == range(9)
+    late = write(tmp_path, [*rows(57), {"prompt": "?" * (S + 1), "completion": "!"}, *rows(2)], "late.jsonl")
+    with pytest.raises(ValueError, match=r"^.*late.jsonl: row 58 has a prompt of 65 tokens"):
+        datasets(tmp_path, [late], valid=4, split="9,1")
     with pytest.raises(ValueError, match=r"^data.split=1 leaves none of the 60 sequences of .*data.jsonl to validate"):
         datasets(tmp_path, [train], valid=4, split="1")
 

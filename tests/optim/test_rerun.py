@@ -277,6 +277,18 @@ def test_losses_that_stay_high_are_a_new_level():
         compared.forward_backward([batch])
 
 
+def test_spikes_count_in_a_row_only():
+    """A step between them that is not suspicious begins the count anew."""
+    compared = with_history(2.0, 0.5)
+    batch, spike = SimpleNamespace(samples=torch.tensor([7]), count=1), compared.runner.forward_backward
+    for _ in range(rerun.IN_A_ROW):
+        assert compared.forward_backward([batch])[1]
+        compared.runner.forward_backward = lambda _: (torch.tensor(2.0), False)
+        assert not compared.forward_backward([batch])[1]
+        compared.runner.forward_backward = spike
+    assert compared.forward_backward([batch])[1]
+
+
 def test_spikes_before_a_restart_count_among_those_in_a_row():
     compared, resumed = with_history(2.0, 0.5), with_history(2.0, 0.5, steps=0)
     batch = SimpleNamespace(samples=torch.tensor([7]), count=1)
