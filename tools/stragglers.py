@@ -57,9 +57,10 @@ def read(directory: Path) -> Times:
         try:
             kind = row["kind"]
             if kind == "run":
-                if row["world"] != world:  # other ranks: earlier times do not describe them
+                now = int(row["world"]), int(row.get("pp", 1))
+                if now != (world, stages):  # other ranks or stages: earlier times do not describe them
                     records.clear()
-                world, stages = int(row["world"]), int(row.get("pp", 1))
+                world, stages = now
             elif kind == "places":
                 places = [printable(place) for place in row["places"]]
             elif kind == "ranks":

@@ -195,12 +195,11 @@ def report_seconds(rate: float) -> float:
 def main(argv: list[str]) -> None:
     o = parse(argv)
     seconds = average_step_time(o.file, o.start_step, o.end_step)
-    share = LORA_SHARE if o.lora else 1
 
     def utilization(count: float) -> tuple[float, float]:
         return (
-            tflops(o.batch_size, count * share, seconds, o.num_accelerators),
-            mfu(o.batch_size, count * share, seconds, o.num_accelerators, o.max_flops),
+            tflops(o.batch_size, count, seconds, o.num_accelerators),
+            mfu(o.batch_size, count, seconds, o.num_accelerators, o.max_flops),
         )
 
     rate, fraction = utilization(o.model_flops)
@@ -245,17 +244,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--config", type=Path, help="YAML of minitron: model and sequence length")
     add("--lora", action="store_true", help="LoRA: 2/3 of the operations, for frozen weights have no gradient")
     o = parser.parse_args(argv)
-    o.countings = {}
+    o.countings, share = {}, LORA_SHARE if o.lora else 1
     if o.config is not None:
         cfg = cli.load([str(o.config)])
         shape, recompute = cfg.model, cfg.train.recompute != "none"
         o.seq_len = o.seq_len or cfg.train.seq_len
         o.countings = {
-            "full": flops.full(shape, o.seq_len),
-            "causal": flops.causal(shape, o.seq_len),
-            "hardware": flops.hardware(shape, o.seq_len, recompute=recompute),
+            "full": share * flops.full(shape, o.seq_len),
+            "causal": share * flops.causal(shape, o.seq_len),
+            "hardware": flops.hardware(shape, o.seq_len, recompute=recompute, frozen=o.lora),
         }
-    o.model_flops = o.model_flops or MODEL_FLOPS.get(o.model_type) or o.countings.get("full")
+    given = o.model_flops or MODEL_FLOPS.get(o.model_type)
+    o.model_flops = given * share if given else o.countings.get("full")
     if o.model_flops is None:
         raise ValueError("what a sample costs is missing; give --model_type, --model_flops or --config")
     of = "of --max_flops"

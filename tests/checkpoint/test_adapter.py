@@ -139,6 +139,19 @@ def test_peft_opens_the_base_of_an_imported_checkpoint(bases, tmp_path):
     assert_close_rel(logits_of(trainer, batch), theirs, 1e-5)
 
 
+def test_what_belongs_to_the_run_of_a_base_is_not_copied(monkeypatch, tmp_path):
+    """A base that was trained with dropout, its own standard deviation, kernel and pieces of the head."""
+    own = {"init_std": 0.5, "hidden_dropout": 0.2, "attention_dropout": 0.3, "attention": "reference", "head_piece": 64}
+    model = changed(Config(), model=dict(num_layers=3, tie_embeddings=True)).model
+    trained = changed(Config(model=model), model=own)
+    described = base.Described(tmp_path, tmp_path / "index.json", dataclasses.asdict(trained), {})
+    monkeypatch.setattr(base, "describe", lambda path: described)
+    for kind in ("lora", "sft"):
+        assert filled([f"finetune.kind={kind}", "finetune.base=b"]).model == model
+        given = filled([f"finetune.kind={kind}", "finetune.base=b", *(f"model.{key}={x}" for key, x in own.items())])
+        assert given.model == trained.model
+
+
 @pytest.mark.parametrize("imported", [False, True])
 def test_a_base_brings_its_model_and_tokenizer(bases, tmp_path, imported):
     """As its files describe it; every key that contradicts it is one error, and what belongs to a run is the run's."""

@@ -9,7 +9,7 @@ import pytest
 from fault_run import TINY
 from minitron import pretrain
 from minitron.checkpoint.interval import FIRST_STEPS, SaveInterval
-from minitron.config import cli
+from minitron.config import cli, rules
 from minitron.config.save_interval import best_interval
 
 
@@ -96,6 +96,17 @@ def test_mistakes_are_one_line(words, line, capsys):
     with pytest.raises(SystemExit):
         pretrain.main([*TINY, "checkpoint.dir=d", *words])
     assert line in capsys.readouterr().err
+
+
+def test_another_name_of_checkpoint_dir_is_no_local_dir(tmp_path, monkeypatch):
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "link").symlink_to("shared")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for local_dir in ("link", "~/shared", "~/link", "shared/../shared", str(tmp_path / "shared")):
+        with pytest.raises(ValueError, match="all nodes share"):
+            rules.check(cli.load([*TINY, "checkpoint.dir=shared", f"checkpoint.local_dir={local_dir}"]), 1)
+    rules.check(cli.load([*TINY, "checkpoint.dir=shared", "checkpoint.local_dir=shared/local"]), 1)
 
 
 def steps_of(folder):

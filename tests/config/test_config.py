@@ -429,6 +429,8 @@ def test_an_override_of_the_format_drops_the_loss_scale_of_a_file(tmp_path):
 # ---- the rules ----------------------------------------------------------------------------------------------------
 
 FP8 = ["precision.fp8=current"]
+WIDE_BLOCKS = ["precision.fp8=block", "precision.fp8_head=true", "model.vocab_multiple=256", "model.num_kv_heads=8"]
+WIDE_BLOCKS += ["model.hidden_size=512", "model.ffn_hidden_size=512", "train.micro_batch_size=2"]
 EXPORTED_GPT = ["model.family=gpt", "model.positions=learned", "model.num_kv_heads=null"]
 EXPORTED_GPT += ["checkpoint.export=hf", "checkpoint.dir=x"]
 
@@ -641,6 +643,11 @@ EXPORTED_GPT += ["checkpoint.export=hf", "checkpoint.dir=x"]
             ["model.head_piece=65 is not a multiple of parallel.tp", "64 or 66"],
         ),
         ([*FP8, "precision.fp8_head=true", "model.head_piece=40"], 1, ["model.head_piece=40 is not a multiple of 16"]),
+        (
+            [*WIDE_BLOCKS, "model.head_piece=128", "parallel.tp=2"],  # a rank casts its part of a piece
+            2,
+            ["model.head_piece/tp=64 is not a multiple of 128"],
+        ),
         (["precision.fp8_head=true"], 1, ["precision.fp8_head=true does not go with precision.fp8=none"]),
         (
             [*FP8, "precision.fp8_head=true", "parallel.tp=2", "model.vocab_size=1010", "model.vocab_multiple=2"],
@@ -845,6 +852,8 @@ def test_gpu_too_old(argv, capability, parts):
             4,
             None,
         ),
+        ([*WIDE_BLOCKS, "model.head_piece=256", "parallel.tp=2"], 2, None),
+        ([*WIDE_BLOCKS, "model.head_piece=128", "parallel.tp=2", "parallel.sequence_parallel=false"], 2, None),
         (["precision.dtype=fp16"], 1, (7, 0)),
         (["train.steps=5"], 2, None),  # shorter than its warm-up: never leaves it
         (["optimizer.warmup_steps=0", "optimizer.warmup_samples=216320"], 1, None),

@@ -13,7 +13,7 @@ import warm
 from benchmarks import calibration, ceilings, record
 from benchmarks.cases import CASES
 from layouts import DATA_PARALLEL
-from minitron.config import cli, flops
+from minitron.config import cli, flops, rules
 from minitron.config.save_interval import best_interval
 from minitron.planner import command as tool
 from minitron.planner import cost, pictures
@@ -163,6 +163,23 @@ def test_a_search_needs_no_layout_that_fits_or_is_possible(capsys):
     # What it would change is of the configuration as it was given, not of the layout in its place.
     followed = [*given, *(f"{key}={value}" for key, value in record["changes"][0].items()), *argv[len(given) : -1]]
     assert json.loads(printed(capsys, *followed, "--json"))["layout"] == record["best"][0]["layout"]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["parallel.pp=4", "parallel.layers_per_stage=[8,8,8,8]"],
+        ["parallel.pp=4", "parallel.vp=2"],
+        ["parallel.pp=4", "parallel.schedule=zb-h1"],
+        ["parallel.cp=4"],
+        ["train.micro_batch_size=5"],
+    ],
+)
+def test_a_search_begins_with_any_layout(keys):
+    """Every key of one that this world cannot have is dropped for it."""
+    found = tool.searchable(cli.load([*LLAMA, "train.global_batch_size=48", *keys]), 6, quiet=True)
+    rules.check(found, 6)
+    assert found.parallel == replace(found.parallel, tp=1, pp=1, vp=1, cp=1, schedule="1f1b", layers_per_stage=None)
 
 
 def test_a_given_layout_that_is_the_fastest_is_said_to_be(capsys):

@@ -303,6 +303,31 @@ def test_the_last_bucket_and_the_first_gather_are_waited_for():
     assert exposed == pytest.approx(max(3 / 4, share) * reduce)
 
 
+@pytest.mark.parametrize("keys", [[], ["precision.fp8=delayed", "precision.fp8_params=true"], LORA])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_data_ranks_exchange_what_every_chunk_has(keys, rank):
+    """Of the last stage also the head; of FP8 weights a byte is gathered, and all of a gradient is reduced."""
+    uneven = ["parallel.pp=2", "parallel.vp=2", "parallel.layers_per_stage=[1,2,4,1]", "parallel.overlap_grads=false"]
+    step = Step(cli.load([*SMALL, *keys, *uneven]), 4, IDEAL)
+    memory, stages = step.memory, (rank, rank + 2)
+    sizes = [4 * memory.trained(stage) + memory.gathered_bytes(stage) for stage in stages]
+    assert memory.shards == 2 and sizes[0] != sizes[1]
+    exposed, hidden = step._data_rank(rank, {chunk: [0.0, 1.0, 2.0] for chunk in range(2)}, 2.0)
+    assert hidden == 0 and exposed == pytest.approx(sum(sizes) / 2 / 1e9)
+
+
+@pytest.mark.parametrize("pp, vp", [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_stage_reduces_the_matrices_that_it_trains(tied, pp, vp):
+    """A tied table is the first and the last stage's, once if they are one."""
+    cfg = cli.load([*SMALL, f"model.tie_embeddings={tied}", f"parallel.pp={pp}", f"parallel.vp={vp}", "parallel.tp=2"])
+    memory = Memory(cfg, 2 * pp, gpus_per_node=8)
+    h = cfg.model.hidden_size
+    for stage, layers in enumerate(memory.layers):
+        norms = 2 * h * len(layers) + h * (stage == pp * vp - 1)
+        assert sum(memory._matrices(stage)) == memory.trained(stage) - norms
+
+
 @pytest.mark.parametrize("world", [2, 64, 128, 256])
 def test_what_is_waited_for_is_a_bucket_of_that_many_data_ranks(world):
     """The last of the run's own buckets to be reduced, and its first to be gathered, but for one parameter."""

@@ -208,6 +208,23 @@ def test_evaluations_are_not_own_time():
     assert counts[0] == 0 < counts[1] == counts[2] == counts[3]
 
 
+@pytest.mark.parametrize("every", [1, 3])
+def test_every_comparison_has_the_times_of_its_own_steps(monkeypatch, every):
+    """A second one, too: its first step does not include the steps before it."""
+    monkeypatch.setattr(stragglers, "gather_along", lambda x, axis: x.clone())  # as of several ranks
+    watch, records = Stopwatch(CPU, lambda total, sign: None), []
+    log = SimpleNamespace(record=lambda kind, **values: records.append(values), info=print, alarm=print)
+    mesh = recorded(Mesh.offline(), Activity(stopwatch=watch))
+    compared = Stragglers(mesh, log, TrainConfig(check_speed_every=every))
+    for step in range(1, 3 * every + 1):
+        watch.total.add_(10**9 * step)
+        compared.after(SimpleNamespace(step=step))
+    middles = [1.0 + every // 2 + i * every for i in range(3)]
+    found = [(values["step"], values["own_seconds"]) for values in records if "own_seconds" in values]
+    assert found == [((i + 1) * every, [middles[i]]) for i in range(3)]
+    assert np.concatenate(compared.times).tolist() == list(range(1, 3 * every + 1))
+
+
 # ---- a slow rank in a run -------------------------------------------------------------------------------------------
 
 

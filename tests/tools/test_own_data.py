@@ -84,6 +84,8 @@ def test_the_sample_is_the_beginning(tmp_path):
     paths = [write_lines(tmp_path / name, count=3) for name in ("a.jsonl", "b.jsonl")]
     assert "".join(train_tokenizer.sample(paths, "text", 1 << 30)) == "".join(texts(3)) * 2
     assert "".join(train_tokenizer.sample(paths, "text", 100)) == texts(1)[0][:100]
+    (tmp_path / "wide.jsonl").write_text((json.dumps({"text": "\u4eca\u65e5"}) + "\n") * 9)
+    assert train_tokenizer.sample([str(tmp_path / "wide.jsonl")], "text", 12) == ["\u4eca\u65e5"] * 2  # 6 bytes each
 
 
 def test_a_text_that_has_no_more_pieces_says_so(tmp_path, capsys):

@@ -74,6 +74,9 @@ def test_a_run_started_again_replaces_what_it_does_anew(tmp_path):
     assert times.steps == [10, 20] and times.slow == [[], []]
     other = START | {"world": 2, "pp": 1}, {"kind": "step", "step": 31}, ranks_row(40, [1, 1])
     assert stragglers.read(write(tmp_path, START, *ROWS, *other)).steps == [40]
+    stages = START | {"pp": 4}, {"kind": "step", "step": 31}, ranks_row(40, [1, 1, 3, 3])
+    times = stragglers.read(write(tmp_path, START, *ROWS, *stages))
+    assert times.steps == [40] and times.ratio.tolist() == [[1, 1, 1, 1]]
 
 
 @pytest.mark.parametrize(

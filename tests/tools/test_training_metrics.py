@@ -211,6 +211,9 @@ def test_every_counting_tokens_and_times_with_a_configuration(tmp_path, capsys):
     figures, _ = printed(capsys, *argv, "--train_tokens", 5e11)
     rate = 2048 * 96 / 5.3247
     assert figures["MFU (full)"] == figures["MFU"] and figures["MFU (causal)"] < figures["MFU"]
+    frozen, _ = printed(capsys, *argv, "--lora")  # recomputation stays: of four passes one falls away
+    for name, share in ("", 2 / 3), (" (full)", 2 / 3), (" (causal)", 2 / 3), (" (hardware)", 3 / 4):
+        assert frozen[f"MFU{name}"] == pytest.approx(share * figures[f"MFU{name}"], rel=1e-6)
     assert figures["Tokens/sec"] == pytest.approx(rate, abs=0.005)
     assert figures["Days to train 5e+11 tokens"] == pytest.approx(5e11 / rate / 86400, abs=0.005)
     assert figures["Report time (20,000,000 tokens)"] == pytest.approx(20e6 / rate, abs=0.005)
