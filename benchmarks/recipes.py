@@ -60,7 +60,7 @@ PUBLISHED_405B = GRADIENTS, "parallel.pp=8", "parallel.vp=8"
 BEST_70B = GRADIENTS, WEIGHTS, "parallel.pp=8", "parallel.cp=1"
 MLPERF = GRADIENTS, WEIGHTS, "parallel.vp=6", "train.micro_batch_size=2", "train.global_batch_size=2048"
 DATA_PARALLEL = "parallel.pp=1", "parallel.vp=1", "parallel.layers_per_stage=null"
-# recipe, GPUs, network, keys of each number format. First those that match the published jobs, all of which kept
+# recipe, GPUs, network, keys of each number format. First those that match the published jobs, most of which kept
 # gradients in bf16; then recipes as they are.
 RECIPES = (
     ("gpt3_175b", 128, "ndr400", both(GRADIENTS)),

@@ -79,7 +79,8 @@ def main(argv: list[str] | None = None) -> dict | None:
 
 def identity(config: list[str], world: int, corpus: bool) -> dict:
     """Return what two records of one job have in common."""
-    return {"kind": "job", "config": list(config), "world": world, "corpus": corpus}
+    gradients = cli.load(config).optimizer.accumulates_in
+    return {"kind": "job", "config": list(config), "world": world, "corpus": corpus, "gradients": gradients}
 
 
 def figures_of_steps(rows: list[dict]) -> dict:

@@ -19,7 +19,7 @@ is_number "${RANKS:-1}" 1 || fail "RANKS=$RANKS is not a number of processes; us
 for override in "$@"; do
     case $override in
     [a-z]*.[a-z]*=*) ;;
-    *) fail "'$override' is no override; use section.key=value, e.g. train.steps=50" ;;
+    *) fail "'$override' is not an override; use section.key=value, e.g. train.steps=50" ;;
     esac
 done
 read_keys log.dir=runs/quickstart "$@" || fail "$unread is not read here; write log.dir=FOLDER, without quotes"

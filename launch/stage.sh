@@ -73,7 +73,7 @@ use_dataset() {
         folder=$STAGE_PATH/llama3.1-dataset name=my-llama files=${FILES:-2}
         tokenizer=${TOKENIZER:-llama3:$folder/llama/tokenizer.model}
         ;;
-    *) fail "'$1' is no dataset; use gpt3 or llama3.1" ;;
+    *) fail "'$1' is not a dataset; use gpt3 or llama3.1" ;;
     esac
     is_number "$files" 1 99 || fail "FILES=$files is not a number of files; use 1 to 99"
 }

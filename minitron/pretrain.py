@@ -37,7 +37,7 @@ from minitron.comm.mesh import Mesh
 from minitron.config import cli, rules
 from minitron.config.batch import consumed_of, trained_after, trained_of
 from minitron.config.schema import MAX_STEPS, Config, changed
-from minitron.config.text import shown
+from minitron.config.text import short, shown
 from minitron.data.build import Datasets, build_datasets
 from minitron.data.evaluation import Evaluation, evaluation_only
 from minitron.kernels import kernels
@@ -107,8 +107,8 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
         try:
             check_room(cfg, world, device)
         except ValueError:
-            if base_of(cfg) is not None:
-                open_base(cfg, open_weights)  # a folder that is missing is the first mistake
+            if (base := base_of(cfg)) is not None and not os.path.exists(os.path.expanduser(base)):
+                open_base(cfg, open_weights)  # raises: a missing folder is the first mistake
             raise
         profiling.check(cfg.profile, device)
         log = Log(cfg, rank, world, name)
@@ -287,8 +287,9 @@ def open_data(cfg: Config, start: ResumePoint, mesh: Mesh, first_on_node: bool) 
         (first, ours), *others = filter(None, ranks)
         for node, theirs in others:
             if key := next((key for key in ours if ours[key] != theirs.get(key)), None):
-                differ = f"{key} is {shown(ours[key])} on {first} and {shown(theirs.get(key))} on {node}"
-                raise ValueError(f"data.paths={shown(cfg.data.paths)}: {differ}; give all nodes the same data")
+                differ = f"{key} is {short(ours[key], 200)} on {first} and {short(theirs.get(key), 200)} on {node}"
+                same = "Python" if key == "python" else "files (data.paths, data.valid_paths, data.tokenizer)"
+                raise ValueError(f"nodes read different data: {differ}; give all nodes the same {same}")
 
     mesh.agreement.decide(lambda: open_here() if first_on_node else None, compare)
     mesh.agreement.decide(lambda: bool(opened or open_here()), lambda _: None)

@@ -147,7 +147,7 @@ CALLS = {
     "add_gradient": "calls this function with main_grad; a step's first product overwrites it",
     "Bucket.report": "is slot.report; counts the gradient in the chunk's last backward",
     "Bucket.reduce": "is called by the report of the bucket's last gradient",
-    "ProcessGroupSliceComm.reduce": "sums within a node, and then between nodes if they are two levels",
+    "ProcessGroupSliceComm.reduce": "sums over dp_cp: at once, or within a node and then between nodes",
     "reduce_scatter_into": "starts the sum of grad_slice; Gradients.finish waits for it",
 }
 

@@ -3,20 +3,20 @@
 #   build.sh PYTHON RANKS CONFIG [section.key=value ...]
 #
 #   DATASET    JSON lines to make PREFIX_text_document.bin and .idx from, if they are not there yet; empty: no data.
-#              PREFIX.txt keeps which: another one is refused
+#              PREFIX_text_document.source keeps which; then another one is refused
 #   PREFIX     where they go
 #   TOKENIZER  as data.tokenizer
 # Nothing of minitron itself is compiled ahead of time.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-python=$1
+python=$1 source=${PREFIX:-}_text_document.source
 shift
 if [ -n "${DATASET:-}" ] && [ ! -e "${PREFIX}_text_document.idx" ]; then
     mkdir -p "$(dirname "$PREFIX")"
-    echo "$DATASET" >"$PREFIX.txt"
+    echo "$DATASET" >"$source"
     "$python" tools/preprocess_data.py --input "$DATASET" --output-prefix "$PREFIX" --tokenizer "$TOKENIZER" --append-eod
-elif [ -n "${DATASET:-}" ] && [ -e "$PREFIX.txt" ] && [ "$(cat "$PREFIX.txt")" != "$DATASET" ]; then
-    echo "error: ${PREFIX}_text_document was made of $(cat "$PREFIX.txt"), and dataset is $DATASET;" \
+elif [ -n "${DATASET:-}" ] && [ -e "$source" ] && [ "$(cat "$source")" != "$DATASET" ]; then
+    echo "error: ${PREFIX}_text_document was made of $(cat "$source"), and dataset is $DATASET;" \
         "set another dataset_prefix, or delete ${PREFIX}_text_document.*" >&2
     exit 1
 fi

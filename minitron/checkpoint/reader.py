@@ -191,7 +191,8 @@ class Reader:
                 part = "local_save" in self.state  # it lists the files of a node
                 held = len(whole) <= MAX_DIMS and (part or covers(whole, boxes))
                 if not held or not self.files.keys() >= set(files):
-                    raise CheckpointError(f"{self.index}: the boxes of {kind} of {name} overlap or leave gaps")
+                    fix = "do not fit its shape and the list of files; copy the checkpoint again"
+                    raise CheckpointError(f"{self.index}: the boxes of {kind} of {name} {fix}")
                 for file, key in zip(files, keys):
                     if not isinstance(key, str):
                         raise ValueError(f"the key {key!r} is not a string")

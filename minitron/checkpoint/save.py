@@ -7,8 +7,8 @@ next step runs, and let a thread write the copy. state.py lists what the state c
             |- copy, 12 bytes a parameter -|                        it alone waits for the copy. There is one copy: a
                          thread            |- files -|- rename -|   save that comes too soon waits for the one before
 
-Forward and backward take longer than the copy if the global batch has more than some ten thousand tokens, in any
-layout. What the next step changes sooner (FP8 histories, loss scale, step count) is tiny and copied before it begins.
+In any layout forward and backward take longer than the copy if the global batch has some ten thousands of tokens or
+more. What the next step changes sooner (FP8 histories, loss scale, step count) is tiny and copied before it begins.
 The host memory is allocated at the start: 12 bytes for each parameter whose state the rank holds (96 GB for 8 billion
 parameters on one GPU). The buffer is pinned if a GPU copies into it.
 

@@ -225,7 +225,7 @@ def split_ranges(split: str, num_sequences: int) -> list[range]:
 
 
 def split_part(file: IndexedDataset | TokenizedFiles, split: str, which: int) -> range:
-    """Return the sequences of TRAIN or VALID.  Raises ValueError if there are none."""
+    """Return the sequences of TRAIN or VALID. Raises ValueError if there are none."""
     parts = split_ranges(split, len(file))
     if not len(parts[which]):
         counts = [len(part) for part in parts]

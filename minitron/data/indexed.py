@@ -32,8 +32,8 @@ from typing import Any
 
 import numpy as np
 
-from minitron.config.files import errors_as, read_json, write_json
-from minitron.data.cache import fingerprint_of, state_of
+from minitron.config.files import errors_as, read_json, status_of, write_json
+from minitron.data.cache import fingerprint_of
 from minitron.runtime.status import RunError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -110,7 +110,9 @@ class IndexedDataset:
     @property
     def state(self) -> str:
         """16 hex digits of this path that change whenever a file is replaced or written."""
-        return state_of(*(f"{self.prefix}.{kind}" for kind in ("idx", "bin")))
+        files = [status_of(f"{self.prefix}.{kind}") for kind in ("idx", "bin")]
+        state = [os.path.abspath(self.prefix), *((f.st_size, f.st_mtime_ns, f.st_ctime_ns) for f in files)]
+        return fingerprint_of(repr(state).encode())
 
     def tokens(self, begin: int, end: int) -> np.ndarray:
         """View tokens begin .. end - 1 of the whole .bin, across sequences, for scans."""

@@ -4,9 +4,9 @@
     python -m minitron.pretrain checkpoints/mine/model.yaml checkpoint.load=checkpoints/mine data.source=...
     python tools/convert_megatron.py import nemo/weights checkpoints/mine model.num_heads=32 model.num_kv_heads=8
 
-The source is a folder iter_0001000, or the folder above, whose newest is read. The tensors determine the sizes. Heads,
-rotary base and epsilon are in the arguments that Megatron-LM saves. A checkpoint of Megatron-core alone has no
-arguments: give keys of `model` or a YAML file after the two folders. They win over arguments, too.
+The source is a folder iter_0001000, or the folder above it: then its newest checkpoint is read. The tensors determine
+the sizes. Heads, rotary base and epsilon are in the arguments that Megatron-LM saves. A checkpoint of Megatron-core
+alone has no arguments: give keys of `model` or a YAML file after the two folders. They win over arguments, too.
 
     decoder.layers.self_attention.linear_qkv.weight [L, (n + 2g) d, h]   rows group by group: q ... q k v
     -> blocks.i.attention.qkv.weight [(n + 2g) d, h]                     rows: all q, all k, all v
@@ -29,6 +29,7 @@ from torch import Tensor
 from minitron.checkpoint.format import NAMES
 from minitron.config import cli, rules
 from minitron.config.command import Parser
+from minitron.config.files import errors_as
 from minitron.config.schema import ModelConfig
 from minitron.config.text import printable, short
 from minitron.interop import hf
@@ -203,9 +204,11 @@ def check_arguments(reader: Reader, args: dict, fixed: dict[str, list], accepted
     known = fixed.keys() | set(HARMLESS.read_text().split())
     unknown = []
     for name, value in args.items():
-        shown = " ".join(f"{name}={value!r}".split())[:200]
+        with errors_as(ValueError, lambda _: f"{reader.path}: its arguments are nested too deeply", RecursionError):
+            shown = " ".join(f"{name}={value!r}".split())[:200]
         if name in fixed and value not in fixed[name]:
-            raise ValueError(f"{reader.path}: its argument {shown} is not supported by minitron")
+            has = f"this kind of model has {' or '.join(map(repr, fixed[name]))}"
+            raise ValueError(f"{reader.path}: its argument {shown} is not supported by minitron: {has}")
         off = value is None or value is False or value in ("", [], (), {})
         if name not in known and not off and name not in accepted:
             unknown.append((" ".join(f"{name}".split()), shown))

@@ -362,6 +362,10 @@ def _headers(path: Path) -> dict[str, Place]:
 
 
 def _json(path: Path) -> dict:
-    why = lambda e: f"{path} is not a JSON object that can be read ({e}); name the folder of a model, or copy it again"
-    with errors_as(CheckpointError, why, OSError, ValueError, TypeError):
-        return dict(read_json(path))
+    why = lambda e: (
+        f"{path} cannot be read ({getattr(e, 'strerror', None) or e}); name the folder of a model, or copy it again"
+    )
+    with errors_as(CheckpointError, why, OSError, ValueError):
+        if not isinstance(content := read_json(path), dict):
+            raise ValueError("it is not a JSON object")
+        return content

@@ -48,8 +48,9 @@ def keep(source: Path, folder: Path) -> None:
     kept = folder / KEPT
     kept.mkdir()
     if not copy_files(source, kept):
-        settings = dict(read_json(source / "config.json"))
-        write_ids(kept, {key: settings.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")})
+        settings = read_json(source / "config.json")
+        ids = {key: settings.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        write_ids(kept, {key: number for key, number in ids.items() if number is not None})
     if not any(kept.iterdir()):
         kept.rmdir()
 
@@ -63,11 +64,11 @@ def copy_files(source: Path, folder: Path) -> dict:
 
 
 def write_ids(folder: Path, ids: dict) -> dict:
-    """Write and return what generation_config.json holds of these ids: those that are not None."""
-    ids = {key: value for key, value in ids.items() if value is not None}
-    if ids:
-        write_json(folder / GENERATION, ids)
-    return ids
+    """Write generation_config.json, unless a copied one holds these ids. Return those that are not None."""
+    path = folder / GENERATION
+    if ids and not (path.exists() and read_json(path) == ids):
+        write_json(path, ids)
+    return {key: value for key, value in ids.items() if value is not None}
 
 
 def write_tokenizer(folder: Path, reader: Weights, vocab_size: int, spec: str | None) -> tuple[dict, str]:
@@ -98,6 +99,7 @@ def write_tokenizer(folder: Path, reader: Weights, vocab_size: int, spec: str | 
     kind, _, path = named.partition(":")
     file = Path(os.path.expanduser(path))
     ids = {} if own is None else {"bos_token_id": own.bos, "eos_token_id": own.eod}
+    ids = {name: number for name, number in ids.items() if number is not None}
     if kept is not None and (own is None or same_ids(kept, own)):
         named = str(kept.parent if kept.name == KEPT else kept)
         ids = copy_files(kept, folder)
@@ -114,7 +116,8 @@ def write_tokenizer(folder: Path, reader: Weights, vocab_size: int, spec: str | 
         write_settings(folder, own, "LlamaTokenizer", **more)
     ids = write_ids(folder, ids if chats is None else add_answers(folder, ids, chats, ends))
     if not any((folder / name).exists() for name in SPECS):
-        return ids, f"without a tokenizer, since {named} has none that transformers reads; copy its files there"
+        fix = "" if kind == "bytes" else "; copy its files there"
+        return ids, f"without a tokenizer, since {named} has none that transformers reads{fix}"
     return ids, f"with the tokenizer of {named}{note}"
 
 

@@ -5,8 +5,10 @@
     common.pt         Megatron's: a zip with a pickle of what is not a tensor, the run's arguments above all
 
 A pickle is a program: it names functions and calls them. `Reader` follows one with an unpickler that imports none of
-them: names of MODULES become records without code, and every other name is refused. torch's own restricted unpickler
-(`weights_only`) reads the chunks. So the worst that a hostile checkpoint can cause is an error.
+them: names of MODULES become records without code, torch's dtypes and Size are themselves, and every other name is
+refused. torch's own restricted unpickler
+(`weights_only`) reads the chunks. So a hostile checkpoint can cause an error or, by
+tuples nested some 100,000 deep, the end of this process; it cannot run code.
 
 Left out: all that is not a tensor, except common.pt (FP8 states, random numbers), compressed files.
 """
@@ -165,7 +167,8 @@ class Reader:
             and all((name, box.start) in self._places for box in boxes)
         )
         if not (sound and covers(shape, boxes)):
-            why = f"the chunks of {name!r:.80} with shape {str(shape):.80} overlap or leave gaps"
+            wrong = "overlap or leave gaps" if sound else "have sizes or files that are not valid"
+            why = f"the chunks of {name!r:.80} with shape {str(shape):.80} {wrong}"
             raise ValueError(f"{self.path}/.metadata: {why}; copy it again")
 
     def _check_bytes(self) -> None:

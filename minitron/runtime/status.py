@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+from minitron.config.installed import typed
 from minitron.config.text import short
 
 HUNG = 124  # as timeout(1)
@@ -43,5 +44,5 @@ def why_it_ended(error: BaseException) -> str:
     """Return one line that gives the reason for a process's end; "" if its exit status alone does."""
     if isinstance(error, SystemExit):
         known = error.__context__  # what cli.user_errors has caught
-        return f"error: {short(known, MOST)}" if isinstance(known, ValueError) else ""
+        return f"error: {typed(short(known, MOST))}" if isinstance(known, ValueError) else ""
     return f"{type(error).__name__}: {short(error, MOST)}"

@@ -240,8 +240,8 @@ def tensors_with(**box) -> dict:
     [
         (dict(version=2), "'version': 2}, and this code reads .*'version': 1}; use the minitron that wrote it"),
         (dict(format="other"), "'format': 'other'"),
-        (dict(tensors=tensors_with(shape=[6])), "boxes of param of b.bias overlap or leave gaps"),
-        (dict(tensors=tensors_with(file="other")), "boxes of param of b.bias overlap or leave gaps"),
+        (dict(tensors=tensors_with(shape=[6])), "boxes of param of b.bias do not fit its shape"),
+        (dict(tensors=tensors_with(file="other")), "boxes of param of b.bias do not fit its shape"),
         (dict(files={"../a": {"bytes": 1, "checksum": "0", "algorithm": "crc32"}}), "'../a' is not a file beside it"),
         (dict(files={"a": {"bytes": 1, "checksum": "0", "algorithm": "md5"}}), "with a crc32 checksum"),
         (dict(tensors={"b.bias": {"shape": [7]}}), "damaged or from another version .KeyError"),

@@ -130,7 +130,7 @@ def test_dataset_from_the_layout_of_the_pile(stage, tmp_path):
     "arguments, variables, message",
     [
         (["gpt3"], {}, "give a dataset and its text"),
-        (["bert", "x.jsonl"], {}, "'bert' is no dataset; use gpt3 or llama3.1"),
+        (["bert", "x.jsonl"], {}, "'bert' is not a dataset; use gpt3 or llama3.1"),
         (["gpt3", "."], {}, "holds no *.jsonl, *.jsonl.gz, *.jsonl.xz or *.jsonl.zst"),
         (["gpt3", "x.jsonl"], {}, "1 shard(s) make no 4 pairs of files; give more, or set FILES=1"),
         (["gpt3", "x.jsonl"], {"FILES": "1"}, "x.jsonl: no such shard"),
@@ -367,7 +367,7 @@ def test_the_other_scripts_as_jobs(cluster, stage, tmp_path):
         "-N1", f"--output={stage.folder}/%j.out", str(ROOT / "launch" / "quickstart.sh"), "a/wrong", **stage.variables
     )
     assert cluster.wait(wrong)["JobState"] == "FAILED"
-    assert "'a/wrong' is no override; use section.key=value" in stage.output(wrong)
+    assert "'a/wrong' is not an override; use section.key=value" in stage.output(wrong)
 
 
 def test_setup_fetches_what_fine_tuning_reads(stage, tools):

@@ -724,8 +724,11 @@ def test_ctrl_c_pressed_twice_ends_the_run_at_once(tmp_path, before):
     (tmp_path / "busy.py").write_text(BUSY)
     with Nodes(tmp_path, 1, ranks=1, command=["busy.py"]) as nodes:
         nodes.until((tmp_path / "ready").exists)
-        for number in (*before, signal.SIGINT):
+        beat = tmp_path / "rounds/job/node-0.json"
+        for number in before:  # alone, since of two pending signals SIGINT would be the first
             nodes.processes[0].send_signal(number)
+            nodes.until(lambda: json.loads(beat.read_text())["stopping"])
+        nodes.processes[0].send_signal(signal.SIGINT)
         nodes.until((tmp_path / "told").exists)
         assert nodes.processes[0].poll() is None  # the first one lets it save
         nodes.processes[0].send_signal(signal.SIGINT)
