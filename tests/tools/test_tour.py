@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from unittest import mock
 
@@ -12,6 +12,7 @@ import torch
 
 from browser import PROGRAM, Browser
 from layouts import LLAMA, config
+from minitron.comm.mesh import Mesh
 from minitron.config import cli, rules
 from minitron.kernels.param import Shard
 from minitron.optim import buckets
@@ -55,6 +56,14 @@ def test_a_small_configuration_is_trained_as_it_is(tour, page):
     (run,) = page["proof"]["runs"]
     assert run["far"] < 1e-5 and 0 < run["worst"]["difference"] < 1e-5
     assert len(run["steps"]) == 3 and len(run["steps"][0]["loss"]) == 1 + 4
+
+
+@pytest.mark.parametrize("table", ["AXIS_TEXT", "HIDDEN"])
+def test_the_page_explains_every_axis_that_communicates(table):
+    text = (Path(pages.__file__).parent / "tour.html").read_text(encoding="utf-8")
+    (body,) = re.findall(rf"{table} = \{{(.*?)\}};", text, re.DOTALL)
+    axes = {field.name for field in fields(Mesh) if field.type == "Axis"} - {"dp"}  # data ranks use dp_cp
+    assert set(re.findall(r"\b([a-z_]+): (?:\"|D\.)", body)) == axes
 
 
 def test_the_shards_are_those_of_the_ranks(page):
