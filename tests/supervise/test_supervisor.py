@@ -38,11 +38,12 @@ RANK = """
 import json, os, sys, time
 from pathlib import Path
 folder, steps, rank = Path(sys.argv[1]), int(sys.argv[2]), os.environ["RANK"]
-stopped = folder / "stopped"
+round_ = json.loads(os.environ["MINITRON_ROUND"])["round"]
+stopped = folder / f"stopped-{round_}"
 import signal
 signal.signal(signal.SIGTERM, lambda *_: stopped.touch())
 begin = len(list(folder.glob("step-*")))
-(folder / f"started-{rank}-{json.loads(os.environ['MINITRON_ROUND'])['round']}").write_text(repr(dict(os.environ)))
+(folder / f"started-{rank}-{round_}").write_text(repr(dict(os.environ)))
 for step in range(begin, steps):
     time.sleep(0.1)
     if (order := folder / f"do-{rank}").exists():
@@ -50,8 +51,6 @@ for step in range(begin, steps):
         order.unlink()
         exec(text)
     if stopped.exists():
-        time.sleep(0.5)  # every rank has seen it
-        stopped.unlink(missing_ok=True)
         break
     if rank == "0":
         (folder / f"step-{step}").touch()
@@ -482,7 +481,7 @@ def test_what_ended_a_round_is_said_once_where_the_disk_is_full(leader, tmp_path
         raise OSError(errno.ENOSPC, "no space left on device")
 
     monkeypatch.setattr(leader, "round", lambda: round_ | {"state": "run", "nodes": []})
-    monkeypatch.setattr(leader, "train", lambda *_: leader.end(round_ | {"excluded": ["host1"]}, 1, "why"))
+    monkeypatch.setattr(leader, "during_run", lambda *_: leader.end(round_ | {"excluded": ["host1"]}, 1, "why"))
     for _ in range(3):
         with monkeypatch.context() as full_disk, pytest.raises(OSError):
             full_disk.setattr(lead, "write_json_atomically", full)
