@@ -9,7 +9,7 @@ time, which takes rows of three ranks, is simulated with today's schedule and pl
     all recipes        a middle rank with the graph, in bf16 and FP8, and the first and the last one for the job's time
     175B, 70B, 405B    and the second pipeline rank; and the middle one eager
 
-Where a recipe's gradients, dropout or layout are not the published job's, the job with these has rows of its own.
+Where a recipe's gradients, dropout or layout differ from the published job's, both are measured.
 
 `--missing --two-gpus` measures the method itself: jobs of two GPUs that both run, and as one rank alone.
 
@@ -60,8 +60,8 @@ PUBLISHED_405B = GRADIENTS, "parallel.pp=8", "parallel.vp=8"
 BEST_70B = GRADIENTS, WEIGHTS, "parallel.pp=8", "parallel.cp=1"
 MLPERF = GRADIENTS, WEIGHTS, "parallel.vp=6", "train.micro_batch_size=2", "train.global_batch_size=2048"
 DATA_PARALLEL = "parallel.pp=1", "parallel.vp=1", "parallel.layers_per_stage=null"
-# recipe, GPUs, network, keys of each number format. First those that match the published jobs, most of which kept
-# gradients in bf16; then recipes as they are.
+# recipe, GPUs, network, keys of each number format. First those that match the published jobs: most kept
+# gradients in bf16. Then recipes as they are.
 RECIPES = (
     ("gpt3_175b", 128, "ndr400", both(GRADIENTS)),
     ("gpt3_175b", 128, "ndr400", both(GRADIENTS, *DROPOUT)),
