@@ -105,7 +105,8 @@ class Nodes:
     def until(self, condition) -> None:
         deadline = time.monotonic() + PATIENCE
         while not condition():
-            assert time.monotonic() < deadline, self.said()
+            ended = all(process.poll() is not None for process in self.processes.values())
+            assert time.monotonic() < deadline and not ended or condition(), self.said()
             time.sleep(0.02)
 
     def steps(self, count: int) -> "Nodes":
