@@ -60,7 +60,7 @@ class LossScaler:
         overflow = overflow != 0
         clean = (self.clean + 1).masked_fill(overflow, 0)
         tolerance = self.tolerance - overflow.int()
-        grow, shrink = clean == self.window, overflow & (tolerance <= 0)
+        grow, shrink = clean >= self.window, overflow & (tolerance <= 0)
         halved = (self.scale * 0.5).clamp(min=MIN_SCALE)
         self.scale.copy_(torch.where(shrink, halved, torch.where(grow, self.scale * 2, self.scale)))
         self.clean.copy_(clean.masked_fill(grow, 0))

@@ -347,3 +347,10 @@ def test_the_loss_scale_equals_its_plain_twin(scale, window, hysteresis, overflo
 
 def test_the_loss_scale_drawn_in_the_module():
     assert scales(8.0, 3, 2, [c == "x" for c in "-x-xx----"]) == [8, 8, 8, 4, 2, 2, 2, 4, 4]
+
+
+def test_a_run_resumed_with_a_shorter_window_than_its_clean_steps_doubles_its_loss_scale():
+    scaler = LossScaler(PrecisionConfig("fp16", loss_scale=8.0, loss_scale_window=3), torch.device("cpu"), 1)
+    scaler.clean.fill_(5)
+    scaler.update(torch.tensor(0.0))
+    assert float(scaler.scale) == 16 and int(scaler.clean) == 0
