@@ -184,10 +184,12 @@ class StateBytes:
     def lasting_parts(self, rank: int) -> tuple[int, int, int, int]:
         """Count the bytes of parameters, gradients, optimizer and FP8 weights."""
         count, trained, kept = (sum(map(of, self.stages(rank))) for of in (self.parameters, self.trained, self.kept))
-        casts = 2 * self.cast(rank) - kept
+        casts, last = 2 * self.cast(rank) - kept, self.cfg.parallel.pp - 1
         gradients = self.grad_bytes * trained
         if self.slice_bytes > self.grad_bytes:  # the reduced slice is not in the bucket
             gradients += self.slice_bytes * trained // self.shards
+        elif self.grad_bytes < 4 and self.cfg.model.tie_embeddings and not self.frozen and last and rank in (0, last):
+            gradients += 4 * self.table  # the sum of the tied weight's two copies
         return ITEM * count - kept, gradients, 12 * trained // self.shards, casts
 
     def stages(self, rank: int) -> range:

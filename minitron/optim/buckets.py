@@ -148,7 +148,7 @@ class Bucket:
 
     data [size] in the parameters' dtype (FP8 as bytes), grad [size] in grad_dtype. data_slice [size / dp_cp] is a view
     of data. grad_slice [size / dp_cp] holds the sum over data ranks from `Gradients.finish` to the next step's first
-    gradient. It is float32 if it is summed over data or tp ranks, and a view of grad if the dtypes are equal.
+    gradient. It is float32 if it is summed over ranks, and a view of grad if the dtypes are equal.
     norm_squared: 0-d float64, that of grad_slice, which slice_comm.stream computes right after the reduction if
     early_norm is set.
     """
@@ -173,7 +173,7 @@ class Bucket:
         self.grad = slice_comm.zeros(plan.size, grad_dtype)
         mine = plan.slice_of(mesh.dp_cp.rank)
         self.data_slice, self.grad_slice = self.data[mine], self.grad[mine]
-        if mesh.dp_cp.size > 1 or plan.key.sum_over_tp:
+        if mesh.dp_cp.size > 1 or plan.key.sum_over_tp or (plan.key.tied and mesh.tied_stages.size > 1):
             self.grad_slice = self.grad_slice.float()
         self.initial_masters = self._initial_masters() if in_fp8 else None
         self.pending: dict[str, int] | None = None  # name -> reports still to come; None before the last backward
