@@ -38,7 +38,7 @@ class SaveInterval:
         self.auto = every == "auto"
         self.steps = FIRST_STEPS if isinstance(every, str) else every or 0
         self.mtbf = 3600.0 * (mtbf_hours or 0.0)
-        self.last, self.measured, self.running = done, False, False
+        self.last, self.measured, self.running, self.own = done, False, False, True
         self.during_save: list[float] = []  # seconds of the steps during the last save
         self.step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)  # only steps without a save
         self.stall_seconds: deque[float] = deque(maxlen=RECENT_SAVES)
@@ -48,10 +48,10 @@ class SaveInterval:
         """Tell whether a save is due after this step, the same on all ranks."""
         return step >= self.last + self.steps if self.auto else self.steps > 0 and step % self.steps == 0
 
-    def begin(self, step: int) -> None:
-        """Note that a save of this step begins, and that the one before has ended."""
+    def begin(self, step: int, own: bool = True) -> None:
+        """Note that a save of this step begins, and that the one before has ended. own: it is of this kind."""
         self._settle()
-        self.last, self.running = step, True
+        self.last, self.running, self.own = step, True, own
 
     def end(self, seconds: float | None) -> None:
         """Note that the save has ended: whole after `seconds`, or failed if None. May be called from any thread."""
@@ -70,8 +70,8 @@ class SaveInterval:
             self.step_seconds.append(it.seconds)
 
     def _settle(self) -> None:
-        """Compare the steps during a save with others."""
-        if self.during_save and self.step_seconds:
+        """Compare the steps during a save of this kind with others."""
+        if self.own and self.during_save and self.step_seconds:
             typical, (first, *rest) = median(self.step_seconds), self.during_save
             more = len(rest) * max(0.0, median(rest) - typical) if rest else 0.0
             self.stall_seconds.append(max(0.0, first - typical) + more)

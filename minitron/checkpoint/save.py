@@ -195,7 +195,7 @@ class Checkpointer:
         destination = self.local if local and self.local is not None else self.shared
         intervals = [self.local_interval] if local else [self.interval, self.local_interval]
         for interval in intervals:
-            interval.begin(step)
+            interval.begin(step, own=interval is intervals[0])
         if why := intervals[0].choose(self.decide):
             self.log.info(f"checkpoint.{'local_every' if local else 'every'}=auto: {why}")
         histories = self.histories if destination.has_histories else []
