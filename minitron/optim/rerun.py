@@ -142,7 +142,8 @@ class Rerun:
         all_reduce_(totals, self.mesh.world)
         scale = self.scaler.loss_grad(len(batches))
         loss, norm = totals[0] / totals[1], totals[2].sqrt() / (totals[1] * scale)
-        return dict(zip(FLOORS, torch.stack([loss, norm]).tolist(), strict=True))
+        figures = torch.stack([loss, norm])
+        return dict(zip(FLOORS, [0.0, 0.0] if figures.is_meta else figures.tolist(), strict=True))  # meta: a dry run
 
     def _suspicion(self, figures: dict[str, float]) -> str | None:
         """Describe the suspicious figure of a step; None if there is none."""

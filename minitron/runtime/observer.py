@@ -49,10 +49,10 @@ class Observer:
 
 
 class LateCopy:
-    """A copy of a device tensor to the host. It begins now, and `read` waits for it."""
+    """A copy of a device tensor to the host. It begins now, and `read` waits for it. A dry run copies nothing."""
 
     def __init__(self, x: Tensor):
-        self.host = x.to("cpu", non_blocking=True)
+        self.host = x if x.is_meta else x.to("cpu", non_blocking=True)
         self.arrival = torch.cuda.current_stream().record_event() if x.is_cuda else None
 
     def read(self) -> Tensor:

@@ -77,6 +77,7 @@ class Calls(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
+READ = dict(dir="unused", numerics_every=1)  # beside train.rerun, what the host reads of a step
 LAYOUTS = [
     (2, settings(LLAMA, parallel=dict(tp=2))),
     (2, settings(GPT3, parallel=dict(tp=2, sequence_parallel=False, overlap_tp=False))),
@@ -86,7 +87,16 @@ LAYOUTS = [
     (4, settings(LLAMA, parallel=dict(cp=2, cp_style="ring"), data=dict(separate_documents=True))),
     (4, settings(LLAMA, parallel=dict(cp=2, cp_style="allgather", tp=2, overlap_tp=False))),
     (4, settings(GPT3, parallel=dict(pp=2, vp=2, cp=2, cp_style="ulysses"), train=dict(recompute="full"))),
-    (4, settings(GPT3, parallel=dict(pp=4, vp=2), model=dict(num_layers=8), train=dict(global_batch_size=6))),
+    (
+        4,
+        settings(
+            GPT3,
+            parallel=dict(pp=4, vp=2),
+            model=dict(num_layers=8),
+            train=dict(global_batch_size=6, rerun="on"),
+            log=READ,
+        ),
+    ),
     (8, settings(GPT3, parallel=dict(tp=2, pp=2, vp=2), train=dict(recompute="selective"))),
     (4, settings(GPT3, parallel=dict(tp=2, pp=2, schedule="zb-h1"))),
     (2, settings(QWEN, parallel=dict(tp=2, sequence_parallel=False))),
