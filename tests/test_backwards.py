@@ -7,6 +7,7 @@ collectives in test_collectives.py; Triton's kernels against minitron/kernels/pl
 """
 
 import math
+import weakref
 from functools import partial
 
 import pytest
@@ -63,8 +64,12 @@ activations = pytest.mark.parametrize("name", NAMES)
 def test_activations(name):
     x, activation = (3 * randn(S, B, 2 * F)).requires_grad_(), ACTIVATIONS[name]
     assert_same(activate(x, activation), TWINS[name](x), [x], EXACT, name)
-    dx, sums = activation.backward(randn(*activation.forward(x).shape), x.detach(), True)
+    dy, old = randn(*activation.forward(x).shape), x.detach()
+    dx, sums = activation.backward(dy, old, True)
     assert_close_rel(sums, dx.sum((0, 1)), SINGLE, "sums")
+    assert not torch.equal(old, dx)
+    over, again = activation.backward(dy, old, True, over_x=True)
+    assert over.data_ptr() == old.data_ptr() and torch.equal(over, dx) and torch.equal(again, sums)
 
 
 # ---- products -------------------------------------------------------------------------------------------------------
@@ -123,6 +128,26 @@ def test_mlp(name, remade):
     if bias is not None:  # summed in float32
         ours, twin = ours_and_twin(name, layers, x, x.detach if remade else None)
         assert_same(ours, twin, [bias], SINGLE, "MLP's bias")
+
+
+@activations
+def test_an_mlp_keeps_little_in_its_backward(name):
+    """A recomputed activation is gone before the gradient of its input is written over that input."""
+    of, made, written = ACTIVATIONS[name], [], []
+
+    def forward(inner, into=None):
+        made.append(weakref.ref(act := of.forward(inner, into)))
+        return act
+
+    def backward(dy, inner, *args, **options):
+        before, result = [act() for act in made], of.backward(dy, inner, *args, **options)
+        written.append((before, result[0] is inner))
+        return result
+
+    up, down = two_layers(name)
+    x = randn(S, B, H).requires_grad_()
+    mlp(x, up.op, down.op, Activation(forward, backward), x.detach).sum().backward()
+    assert len(made) == 2 and written == [([None, None], True)]
 
 
 @activations

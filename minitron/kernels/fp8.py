@@ -107,7 +107,7 @@ class Fp8Gemm(Gemm):
         self, dy: Tensor, inner: Tensor, act: Activation, *, columnwise: bool, sums: bool
     ) -> tuple[Payload, Tensor | None]:
         into = self._cast_into("dy", True, columnwise)
-        dx, total = act.backward(dy, inner, sums, into)
+        dx, total = act.backward(dy, inner, sums, into, over_x=True)
         return self.quantize_grad(dx, columnwise=columnwise) if into is None else dx, total
 
     def drop_casts(self) -> None:

@@ -288,8 +288,13 @@ def _cast(dy, x, scale, rows, scale_inv, columns, amax, sums, m, f, OF: tl.const
             tl.store(scale_inv, tl.div_rn(1.0, factor))
 
 
-def _run(of: str, dy: Tensor | None, x: Tensor, into: CastInto | None, sums: bool = False) -> tuple[Any, Tensor | None]:
-    """Run the kernel for x [..., f], or [..., 2f] if gated. Return the result, and with `sums` its sum over rows."""
+def _run(
+    of: str, dy: Tensor | None, x: Tensor, into: CastInto | None, sums: bool = False, over_x: bool = False
+) -> tuple[Any, Tensor | None]:
+    """Run the kernel for x [..., f], or [..., 2f] if gated. Return the result, and with `sums` its sum over rows.
+
+    over_x: write a result that is not cast over x. A block reads all that it overwrites before it writes.
+    """
     scale, amax, dtype, columnwise = (None, None, x.dtype, False) if into is None else into
     block = ONE_ROW if of in GATED and into is None else ROWS_ALONE
     block = BLOCK_SHAPES[of if dy is None else f"{of} backward"] if columnwise or sums else block
@@ -297,7 +302,7 @@ def _run(of: str, dy: Tensor | None, x: Tensor, into: CastInto | None, sums: boo
     m, f = x.shape[0], x.shape[1] // (1 + (of in GATED))
     n, dy = (f, None) if dy is None else (x.shape[1], dy.contiguous())
     grid = triton.cdiv(m, block.rows), triton.cdiv(f, block.columns)
-    rows = x.new_empty(m, n, dtype=dtype)
+    rows = x if over_x and into is None else x.new_empty(m, n, dtype=dtype)
     transposed: Any = x.new_empty(n, m, dtype=dtype) if columnwise else None
     scale_inv: Any = None if scale is None else torch.empty_like(scale)
     parts = x.new_empty(grid[0], n, dtype=torch.float32) if sums else None
@@ -325,14 +330,18 @@ def gelu_forward(x: Tensor, into: CastInto | None = None) -> Tensor | Payload:
     return plain.gelu_forward(x) if into is None else _run("gelu", None, x, into)[0]
 
 
-def swiglu_backward(dy: Tensor, x: Tensor, sums: bool = False, into: CastInto | None = None) -> WithSum:
+def swiglu_backward(
+    dy: Tensor, x: Tensor, sums: bool = False, into: CastInto | None = None, over_x: bool = False
+) -> WithSum:
     """Compute dx [..., 2f] from dy [..., f] and the input x; with `sums` also its sum."""
-    return _run("swiglu", dy, x, into, sums)
+    return _run("swiglu", dy, x, into, sums, over_x)
 
 
-def gelu_backward(dy: Tensor, x: Tensor, sums: bool = False, into: CastInto | None = None) -> WithSum:
+def gelu_backward(
+    dy: Tensor, x: Tensor, sums: bool = False, into: CastInto | None = None, over_x: bool = False
+) -> WithSum:
     """Compute dx from dy and the input x, all [..., f]; with `sums` also its sum."""
-    return _run("gelu", dy, x, into, sums)
+    return _run("gelu", dy, x, into, sums, over_x)
 
 
 # ---- rotary positions ------------------------------------------------------------------------------------------------

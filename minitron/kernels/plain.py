@@ -89,8 +89,8 @@ def add_norm_backward(
 # ---- activations -----------------------------------------------------------------------------------------------------
 # A backward returns the gradient dx of the input. sums: also return the float32 sum of dx over all dims but the last,
 # the gradient of a bias before the activation. into: return the cast of the result, a matrix, instead of the result.
-# The result is rounded to x's dtype before the cast. Keep NaN and infinity in the result: they make the optimizer skip
-# the step.
+# The result is rounded to x's dtype before the cast. over_x: x is not needed any more, so a dx that is not cast is
+# written over it. Keep NaN and infinity in the result: they make the optimizer skip the step.
 
 
 def swiglu_forward(x: Tensor, into: CastInto | None = None) -> Tensor | Payload:
@@ -99,13 +99,14 @@ def swiglu_forward(x: Tensor, into: CastInto | None = None) -> Tensor | Payload:
     return _cast_if(F.silu(gate) * up, into)
 
 
-def swiglu_backward(dy: Tensor, x: Tensor, sums: bool = False, into: CastInto | None = None) -> WithSum:
+def swiglu_backward(
+    dy: Tensor, x: Tensor, sums: bool = False, into: CastInto | None = None, over_x: bool = False
+) -> WithSum:
     """Compute dx [..., 2f] from dy [..., f] and the input x."""
     gate, up = x.chunk(2, -1)
     sigmoid = gate.sigmoid()
     silu = gate * sigmoid
-    dx = torch.cat([dy * up * (sigmoid + silu * (1 - sigmoid)), dy * silu], -1)
-    return _cast_if(dx, into), sum_rows(dx) if sums else None
+    return _input_grad(torch.cat([dy * up * (sigmoid + silu * (1 - sigmoid)), dy * silu], -1), x, sums, into, over_x)
 
 
 def gelu_forward(x: Tensor, into: CastInto | None = None) -> Tensor | Payload:
@@ -113,10 +114,16 @@ def gelu_forward(x: Tensor, into: CastInto | None = None) -> Tensor | Payload:
     return _cast_if(F.gelu(x, approximate="tanh"), into)
 
 
-def gelu_backward(dy: Tensor, x: Tensor, sums: bool = False, into: CastInto | None = None) -> WithSum:
+def gelu_backward(
+    dy: Tensor, x: Tensor, sums: bool = False, into: CastInto | None = None, over_x: bool = False
+) -> WithSum:
     """Compute dx from dy and the input x, all [..., f]."""
-    dx = torch.ops.aten.gelu_backward(dy, x, approximate="tanh")
-    return _cast_if(dx, into), sum_rows(dx) if sums else None
+    return _input_grad(torch.ops.aten.gelu_backward(dy, x, approximate="tanh"), x, sums, into, over_x)
+
+
+def _input_grad(dx: Tensor, x: Tensor, sums: bool, into: CastInto | None, over_x: bool) -> WithSum:
+    total = sum_rows(dx) if sums else None
+    return x.copy_(dx) if over_x and into is None else _cast_if(dx, into), total
 
 
 # ---- FP8 casts -------------------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ The idea: one autograd function, in which one kernel computes, casts and sums (`
     backward   dy cast -> down -> d activation -> gradient of inner, cast and summed for the bias, -> up -> dx
 
 It keeps inner and the casts of x and of the activation for the backward pass. With `recompute_input` (selective
-recomputation) or frozen weights it keeps inner alone. In other formats it computes the same without casts.
+recomputation) or frozen weights it keeps inner alone. In other formats it computes the same without casts, and writes
+the gradient of inner over inner.
 
 An adapter (model/lora.py) reads x or the activation in full precision, so a layer with one runs as linear, `activate`,
 linear.
@@ -66,6 +67,7 @@ class _MLP(torch.autograd.Function):
             act = down.gemm.quantize_activation(inner, activation, columnwise=True, update_history=True)
         payload = down.gemm.quantize_grad(rows(dy), down.grad_axis, columnwise=need_down)
         d_act, dw_down = down.backward(payload, act, need_dx=True)
+        del payload, act
         d_inner, sums = up.gemm.quantize_activation_grad(d_act, inner, activation, columnwise=need_up, sums=need_bias)
         del d_act
         db = None if sums is None else accumulate(up.bias, sums)

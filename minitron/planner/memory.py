@@ -167,13 +167,13 @@ class Memory(StateBytes):
         m, p, t = self.cfg.model, self.cfg.parallel, self.cfg.train
         h, f = m.hidden_size, m.ffn_hidden_size // self.tp
         gathered = h * ITEM * self.tokens if self.tp > 1 else 0
-        block = 2 * h * ITEM * self.rows + 2 * gathered + (3 if self.llama else 2) * f * ITEM * self.tokens
-        if self.fp8_blocks[stage]:
-            inner, fp8 = (2 if self.llama else 1) * f * self.tokens, self.cfg.precision.fp8
-            if fp8 == "current" or self.counts and fp8 == "delayed":  # the MLP's gradient exists beside its casts
-                block += ITEM * inner
-            if self.counts:
-                block += 4 * min(inner, sizes.COUNTED_AT_ONCE)
+        # The activation's gradient, and that of the activation's input, which is written over the input if it is not
+        # cast; before that the recomputed activation is there.
+        inner = 2 if self.llama else 1
+        beside = inner if self.fp8_blocks[stage] or self.frozen else t.recompute == "selective"
+        block = 2 * h * ITEM * self.rows + 2 * gathered + (1 + beside) * f * ITEM * self.tokens
+        if self.fp8_blocks[stage] and self.counts:
+            block += 4 * min(inner * f * self.tokens, sizes.COUNTED_AT_ONCE)
         if t.recompute == "full":
             block += self._block("none", self.fp8_blocks[stage] > 0)
         if m.attention == "reference":  # whole matrices of scores

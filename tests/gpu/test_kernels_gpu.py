@@ -43,7 +43,10 @@ def test_swiglu(dtype, f):
     expected = F.silu(gate) * up
     expected.backward(dy.float())
     assert_close_rel(fused.swiglu_forward(x).float(), expected, TOLERANCE[dtype], "y")
-    assert_close_rel(fused.swiglu_backward(dy, x)[0].float(), plain.grad, TOLERANCE[dtype], "dx")
+    dx, _ = fused.swiglu_backward(dy, x)
+    assert_close_rel(dx.float(), plain.grad, TOLERANCE[dtype], "dx")
+    over, _ = fused.swiglu_backward(dy, x, over_x=True)
+    assert torch.equal(over, dx) and over.data_ptr() == x.data_ptr()
 
 
 @pytest.mark.parametrize("sums", [False, True])

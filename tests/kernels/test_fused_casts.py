@@ -88,6 +88,8 @@ def interpreted():
     for sums in False, True:
         (mine, total), (twin, wanted) = (ops.gelu_backward(dy, x, sums) for ops in (fused, plain))
         assert_close_rel(mine, twin, 1e-6, "gelu_backward")
+        over = fused.gelu_backward(dy, old := x.clone(), sums, over_x=True)[0]
+        assert torch.equal(over, mine) and over.data_ptr() == old.data_ptr()
         assert (total is None) == (not sums) and (not sums or assert_close_rel(total, wanted, 1e-6, "sums") is None)
 
 

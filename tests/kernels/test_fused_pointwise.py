@@ -80,7 +80,11 @@ def swiglu():
         x, dy = randn(3, 2, 2 * f), randn(3, 2, f, seed=1)
         assert_close_rel(fused.swiglu_forward(x), plain.swiglu_forward(x), CLOSE)
         for with_sums in False, True:
-            assert_twins(*(ops.swiglu_backward(dy, x, with_sums) for ops in (fused, plain)), what=f)
+            twins, old = plain.swiglu_backward(dy, x, with_sums), x.clone()
+            assert_twins(fused.swiglu_backward(dy, x, with_sums), twins, what=f)
+            over = fused.swiglu_backward(dy, old, with_sums, over_x=True)
+            assert_twins(over, twins, what=(f, "over x"))
+            assert over[0].data_ptr() == old.data_ptr()
 
 
 def heads():
