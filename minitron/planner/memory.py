@@ -178,7 +178,7 @@ class Memory(StateBytes):
             block += self._block("none", self.fp8_blocks[stage] > 0)
         if m.attention == "reference":  # whole matrices of scores
             side = t.seq_len // (p.cp if p.cp_style != "ulysses" else 1)
-            block += (7 if m.attention_dropout else 4) * 4 * m.num_heads // self.tp * t.micro_batch_size * side**2
+            block += (7 if m.attention_dropout else 4) * 4 * m.num_heads // self.tp * self.tokens * side
         if stage == len(self.layers) - 1:  # the head's own, or the block's once the logits are gone
             casts = self.logits // (2 if self.frozen else 1) if self.fp8_head else 0  # casts of the logits' gradient
             if self.piece is not None:
@@ -206,7 +206,9 @@ class Memory(StateBytes):
 
     def _largest_bucket(self, stage: int) -> int:
         """Count the elements of the largest gradient bucket, as the trainer fills buckets with matrices."""
-        limit, filled, largest = sizes.bucket_limit(self.shards) // self.grad_bytes, 0, 0
+        m, limit, filled = self.cfg.model, sizes.bucket_limit(self.shards) // self.grad_bytes, 0
+        learned = stage == 0 and m.positions == "learned" and not self.frozen
+        largest = m.max_positions * m.hidden_size if learned else 0  # alone, since every tp rank has all of them
         for numel in self._matrices(stage):
             filled += numel
             largest, filled = max(largest, filled), filled if filled < limit else 0

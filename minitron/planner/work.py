@@ -304,7 +304,7 @@ class StageTime:
         """
         m, p, t = self.model, self.cfg.parallel, self.cfg.train
         side = t.seq_len // (p.cp if p.cp_style != "ulysses" else 1)
-        matrices = m.num_heads // p.tp * t.micro_batch_size * (t.seq_len // side if p.cp > 1 else 1)
+        matrices = m.num_heads // p.tp * t.micro_batch_size * t.seq_len**2 // (p.cp * side**2)
         scores = matrices * side**2 * (4 if self.fused else ITEM)
         product = self.machine.product(matrices * side, side, m.head_width, fp8=False)
         passes = (6, 10) if self.fused else (4, 6)  # written by the product, softmax's two, read by the next; dp, ds

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from test_grads import SMALL_BUCKETS, UNITS, Chunk
 
-from layouts import LLAMA, config
+from layouts import GPT3, LLAMA, config
 from minitron import pretrain
 from minitron.checkpoint.load import ResumePoint
 from minitron.comm.mesh import Mesh
@@ -297,3 +297,12 @@ def test_staging_is_allocated_once_and_planned(accumulate, overlap, node_ranks):
     messages = Memory(cfg, 8, gpus_per_node=node_ranks).bytes_by_part(0)["messages"]
     if not overlap or node_ranks == 1:
         assert messages == pytest.approx(sum(x.nbytes for x in staging), rel=0.01)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_largest_bucket_is_planned_with_learned_positions_in_one_of_their_own(tied):
+    sizes = dict(hidden_size=256, ffn_hidden_size=1024, vocab_size=512, num_layers=2, max_positions=8192)
+    cfg = config(GPT3, {"model": sizes | {"tie_embeddings": tied}, "precision": {"dtype": "bf16"}})
+    with fake_world(2, 0, "cpu"):
+        buckets = build(cfg, Mesh.create()).gradients.buckets
+    assert Memory(cfg, 2, gpus_per_node=1)._largest_bucket(0) == max(bucket.plan.size for bucket in buckets)

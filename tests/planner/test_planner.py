@@ -305,6 +305,12 @@ COUNTING = "log.dir=unused", "log.numerics_every=100"  # what casts lose
         ("qwen3_8b_sft", 2, ["model.num_layers=4", "parallel.pp=2", "parallel.schedule=zb-h1", "model.qkv_bias=true"]),
         ("qwen3_8b_sft", 1, ["model.num_layers=4", "precision.fp8=delayed", "model.head_dim=256"]),
         ("qwen3_8b_sft", 2, ["model.num_layers=4", "train.recompute=full"]),
+        ("llama3_8b", 2, ["model.num_layers=2", "model.attention=reference", "parallel.cp=2"]),
+        (
+            "llama3_8b",
+            2,
+            ["model.num_layers=2", "model.attention=reference", "parallel.cp=2", "parallel.cp_style=ulysses"],
+        ),
     ],
     ids=lambda layout: " ".join([layout[0], *layout[2]]),
 )

@@ -189,9 +189,10 @@ def test_a_ring_of_transformer_engine_sums_gradients_in_the_dtype_of_keys(cp):
         assert (parts["cp_hidden"] + parts["cp_exposed"]) * 1e9 == pytest.approx((2 * hops + (hops + 1) * item) * kv)
 
 
-def test_unfused_attention_is_shared_by_the_ranks_of_a_ring():
+@pytest.mark.parametrize("style", ["ring", "allgather", "ulysses"])
+def test_unfused_attention_is_shared_by_the_ranks_of_context_parallelism(style):
     keys = ["model.attention=reference"]
-    whole, shared = block(keys), block([*keys, "parallel.cp=2"])
+    whole, shared = block(keys), block([*keys, "parallel.cp=2", f"parallel.cp_style={style}"])
     assert shared["attention"] == pytest.approx(whole["attention"] / 2)
 
 
