@@ -489,8 +489,8 @@ rows are the recipes' random documents of at most 512 tokens, packed: what the p
 ones of before 2026-11-23 ran them by flash attention 2, some 3 % of a step slower than the kernel that is planned.
 Attention is that of the kernel that a job's files name: flash attention 2 in dgxc-benchmarking v24.11.1 (its launch.sh
 of GPT-3), in NeMo's launcher before 24.09 but for GPT-3 175B in FP8 (its config.yaml), and taken for Meta's, whose runs
-were over before PyTorch had a faster one; cuDNN's in all others. Meta's stages are not published: planned are the
-recipe's; its software is none of these, and its TFLOP/s are taken to count all scores. Where a row has no measured
+were over before PyTorch had a faster one; cuDNN's in all others. Meta's stages of a rank are not published: four are
+planned. Its software is none of these, and its TFLOP/s are taken to count all scores. Where a row has no measured
 memory, the predicted one is that of minitron in this layout, and above the device's room it would need
 `train.recompute`. Measured memory is torch's own peak and what GPUs of a node share.
 
