@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from minitron.checkpoint.load import ResumePoint
-from minitron.checkpoint.save import Checkpointer, ExporterProtocol, Saves
+from minitron.checkpoint.save import Checkpointer, ExporterProtocol, Saves, can_save
 from minitron.checkpoint.state import State
 from minitron.comm.collectives import all_reduce_
 from minitron.comm.mesh import Mesh
@@ -209,7 +209,7 @@ def train(
     replicas = Replicas(trainer.chunks, trainer.gradients, t)
     stragglers = Stragglers(mesh, log, t)
     checkpointer = None
-    if cfg.checkpoint.dir is not None:
+    if can_save(cfg, mesh, log):
         checkpointer = Checkpointer(cfg, trainer.state, data.info, log, start.step, start.parent_checkpoint, exporter)
     saves = Saves(checkpointer, stop, replicas, start)
     memory = lambda: memory_in_use(trainer.shared_bytes, trainer.runner.replaying)

@@ -38,12 +38,13 @@ from torch import Tensor
 from minitron.checkpoint.boxes import TensorShard
 from minitron.checkpoint.checksum import THREADS
 from minitron.checkpoint.destination import Destination
-from minitron.checkpoint.directory import ERRORS, STEP_NAME, TakenOver
+from minitron.checkpoint.directory import ERRORS, STEP_NAME, TakenOver, make_writable
 from minitron.checkpoint.format import CheckpointError
 from minitron.checkpoint.interval import SaveInterval
 from minitron.checkpoint.load import ResumePoint
 from minitron.checkpoint.state import State, tensor_shards
 from minitron.comm.handle import DeviceTime, Handle
+from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config
 from minitron.optim.replicas import Replicas
 from minitron.runtime.log import Log
@@ -65,9 +66,9 @@ class ExporterProtocol(Protocol):
 class Saves(Observer):
     """Decides when a run saves: after the steps that are due, and where a signal stops it.
 
-    checkpointer: makes the saves; None: checkpoint.dir is null, and the run saves nothing. replicas: copies of
-    parameters are compared before each save. start: what the run starts from. waited: seconds that the end of the run
-    waited for a save. `close` raises CheckpointError if the last step had to be saved and is not.
+    checkpointer: makes the saves; None: the run saves nothing (`can_save`). replicas: copies of parameters are compared
+    before each save. start: what the run starts from. waited: seconds that the end of the run waited for a save.
+    `close` raises CheckpointError if the last step had to be saved and is not.
     """
 
     def __init__(self, checkpointer: Checkpointer | None, stop: Stop, replicas: Replicas, start: ResumePoint):
@@ -110,6 +111,24 @@ class Saves(Observer):
         self.replicas.require_equal(self.step)
         self.replicas.mesh.activity.begin("checkpoint")  # from here on a rank may wait as long as its disk takes
         checkpointer.save(self.step, self.consumed, local=local)
+
+
+def can_save(cfg: Config, mesh: Mesh, log: Log) -> bool:
+    """Tell whether the run can save, the same on all ranks. Collective over the world.
+
+    With checkpoint.every=null a run can also resume from a directory that cannot be written. A signal then ends it
+    without a save, and the log has a warning.
+    """
+    c = cfg.checkpoint
+    if c.dir is None or c.every is not None or c.local_dir is not None:
+        return c.dir is not None
+    directory = Path(c.dir).expanduser()
+    try:
+        mesh.agreement.decide(lambda: None, lambda _: make_writable(directory), ERRORS)
+    except CheckpointError as error:
+        log.warn(f"this run saves nothing, even if a signal ends it (checkpoint.every=null): {error}")
+        return False
+    return True
 
 
 class Checkpointer:

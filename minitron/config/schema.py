@@ -246,7 +246,9 @@ class DataConfig:
 class CheckpointConfig:
     dir: str | None = key(None, "where checkpoints are saved, and resumed from if there are; null: nowhere")
     every: int | Literal["auto"] | None = key(
-        100, "steps between saves; auto: the interval that costs least; 0: only at the end; null: never", NOT_NEGATIVE
+        100,
+        "steps between saves; auto: what costs least; 0: only at the end; null: only if a signal ends the run",
+        NOT_NEGATIVE,
     )
     mtbf_hours: float | None = key(None, "auto: mean time between failures of the whole job", POSITIVE)
     local_dir: str | None = key(

@@ -141,7 +141,7 @@ class Stop(Observer):
 
     def report(self, step: int, saved: bool) -> None:
         """Log the last line of a run that all ranks agreed to stop after `step`."""
-        ending = "; nothing was saved: there is no checkpoint.dir, or the save failed"
+        ending = "; nothing was saved: there is no checkpoint.dir to write in, or the save failed"
         ending = ", which was saved" if saved else ending
         self.log.info(f"{signal.Signals(self.agreed).name}: stopped after iteration {step}{ending}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import itertools
 import json
 import os
@@ -444,10 +445,11 @@ def test_the_directory_is_lost_during_the_run(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("place, reason", [("file", "file exists"), ("file/runs", "not a directory")])
-def test_a_directory_that_cannot_be_written_is_an_error_with_its_key(tmp_path, place, reason):
+@pytest.mark.parametrize("keys", [{}, {"every": None, "local_dir": "node"}], ids=["shared", "local"])
+def test_a_directory_that_cannot_be_written_is_an_error_with_its_key(tmp_path, place, reason, keys):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError) as caught:
-        find_resume_point(saving(config(LLAMA), tmp_path / place), open_weights)
+        find_resume_point(saving(config(LLAMA), tmp_path / place, **keys), open_weights)
     folder = f"{tmp_path}/{place}"
     assert str(caught.value) == (
         f"checkpoint.dir={folder} cannot be written: {folder}: {reason}; name another directory, or null for none"
@@ -708,6 +710,29 @@ def test_a_run_that_saves_only_if_it_is_stopped(tmp_path, capsys):
     pretrain.main([*COMMAND, "train.steps=3", "checkpoint.every=null", f"checkpoint.dir={tmp_path / 'saves'}"])
     assert "iteration        3/       3" in capsys.readouterr().out
     assert not list(tmp_path.glob("saves/step_*"))
+
+
+def test_a_run_that_saves_only_if_it_is_stopped_resumes_from_a_directory_that_cannot_be_written(
+    tmp_path, capsys, monkeypatch
+):
+    command, mkdir = [*COMMAND, f"checkpoint.dir={tmp_path / 'saves'}"], Path.mkdir
+    pretrain.main([*command, "train.steps=2"])
+    before = names_in(tmp_path / "saves")
+
+    def refuse(path, *args, **kwargs):  # permissions do not bind root
+        if path.is_relative_to(tmp_path / "saves"):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        mkdir(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        pretrain.main([*command, "train.steps=3"])
+    assert "read-only file system" in capsys.readouterr().err
+    pretrain.main([*command, "train.steps=3", "checkpoint.every=null"])
+    output = capsys.readouterr()
+    assert "resumed from" in output.out and "iteration        3/       3" in output.out
+    assert "read-only file system" in output.out + output.err and names_in(tmp_path / "saves") == before
 
 
 def test_a_directory_with_other_things_in_it(tmp_path, capsys):
