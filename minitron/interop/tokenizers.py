@@ -45,6 +45,7 @@ from minitron.data.cache import Cache, fingerprint_of
 from minitron.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from minitron.interop.chat import Chats
 from minitron.interop.chat_template import ChatTemplate, find_templates
+from minitron.interop.limits import limited_memory
 
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3_SPLIT = (
@@ -57,7 +58,7 @@ NUM_SPECIAL = 256
 TOKENIZER_BYTES = 256 << 20
 # tiktoken's regex engine overflows its stack in a white-space run of some 500,000; Llama 3's own code cuts here.
 MAX_SPACES = 25_000
-TRIAL_SECONDS, TRIAL_BYTES = 60, 2 << 30  # CPU time, so that no trial fails on a busy machine; address space
+TRIAL_SECONDS, TRIAL_BYTES = 60, 2 << 30  # CPU time, so that no trial fails on a busy machine; memory
 TRIAL_TEXT = f"It isn't 1,234 o'clock,\n\n  she\tsays: Ol\u00e9, \u4eca\u65e5 \U0001f600! \0 <s> {'a' * 40}!"
 TRIAL = """import json, sys
 sys.path[:], *given = json.loads(sys.argv[1])
@@ -263,11 +264,11 @@ def _load_and_use(end: str, begin: str | None, name: str) -> None:
     """Run in the process that `_try` starts: end with one line if the tokenizer.json on stdin cannot be used."""
     os.environ["RAYON_NUM_THREADS"] = "1"  # the stacks of many threads would count as memory
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (TRIAL_BYTES, TRIAL_BYTES))
     resource.setrlimit(resource.RLIMIT_CPU, (TRIAL_SECONDS, TRIAL_SECONDS + 1))
     try:
-        tokenizer = HfTokenizer(sys.stdin.buffer.read(), end, begin, name)
-        tokenizer.decode([*tokenizer.encode(TRIAL_TEXT), tokenizer.eod])
+        with limited_memory(TRIAL_BYTES):  # beside what libraries have taken: some reserve memory for each core
+            tokenizer = HfTokenizer(sys.stdin.buffer.read(), end, begin, name)
+            tokenizer.decode([*tokenizer.encode(TRIAL_TEXT), tokenizer.eod])
     except ValueError as error:
         sys.exit(" ".join(str(error).split()))
 

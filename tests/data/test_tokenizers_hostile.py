@@ -218,6 +218,13 @@ def test_a_trial_loads_no_torch(tmp_path, monkeypatch):
     load_tokenizer(write(tmp_path / "t", json.dumps(ordinary()).encode()))
 
 
+def test_what_libraries_reserve_is_no_part_of_a_trials_memory(tmp_path, monkeypatch):
+    """numpy's OpenBLAS reserves memory for each core: on 64 of them no tokenizer loaded."""
+    reserve = f"import mmap\nreserved = mmap.mmap(-1, {TRIAL_BYTES})\n"
+    monkeypatch.setattr(tokenizers, "TRIAL", reserve + tokenizers.TRIAL)
+    load_tokenizer(write(tmp_path / "t", json.dumps(ordinary()).encode()))
+
+
 @pytest.mark.parametrize(
     "harm, how",
     [("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV"), ("import os; os._exit(3)", "status 3")],
