@@ -30,6 +30,7 @@ from minitron.config.files import errors_as, read_bytes
 from minitron.config.installed import pip_install
 from minitron.data.tokenizers import UnusableTemplate
 from minitron.interop.chat_spans import REASONING, Pins
+from minitron.interop.limits import limit_memory
 
 SECONDS, MEMORY_BYTES, CHARACTERS = 10.0, 1 << 30, 32 << 20
 TEMPLATE_BYTES, TRIALS = 1 << 20, 3
@@ -124,8 +125,9 @@ class ChatTemplate:
 def serve(seconds: float, memory: int, characters: int) -> None:
     """For each chat on stdin, print its text and the assistant's spans, or null and what is wrong."""
     (templates, tokens), compile_template, compiled = json.loads(sys.stdin.readline()), _sandbox(), {}
-    for limit, most in (resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_AS, memory):
-        resource.setrlimit(limit, (most, most))
+    for limit in resource.RLIMIT_CORE, resource.RLIMIT_FSIZE:
+        resource.setrlimit(limit, (0, 0))
+    limit_memory(memory)
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, seconds)  # CPU time, so that no chat fails on a busy machine
         try:

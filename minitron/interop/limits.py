@@ -5,22 +5,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-@contextmanager
-def limited_memory(more: int) -> Iterator[None]:
-    """Inside, an allocation raises MemoryError if this process would hold `more` bytes more than now.
+def limit_memory(more: int) -> None:
+    """From here on an allocation raises MemoryError if this process would hold `more` bytes more than now.
 
-    The limit holds for all threads. Without /proc (macOS) there is none.
+    What libraries have reserved before does not count: some reserve memory for each core. The limit holds for all
+    threads. Without /proc (macOS) there is none.
     """
     try:
         with open("/proc/self/statm") as file:
             now = int(file.read().split()[0]) * resource.getpagesize()
     except OSError:
-        yield
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = now + more if soft == resource.RLIM_INFINITY else min(soft, now + more)
-    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+    resource.setrlimit(
+        resource.RLIMIT_AS, (now + more if soft == resource.RLIM_INFINITY else min(soft, now + more), hard)
+    )
+
+
+@contextmanager
+def limited_memory(more: int) -> Iterator[None]:
+    """Limit the memory inside, as above."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    limit_memory(more)
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_AS, before)

@@ -45,7 +45,7 @@ from minitron.data.cache import Cache, fingerprint_of
 from minitron.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from minitron.interop.chat import Chats
 from minitron.interop.chat_template import ChatTemplate, find_templates
-from minitron.interop.limits import limited_memory
+from minitron.interop.limits import limit_memory
 
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3_SPLIT = (
@@ -264,11 +264,11 @@ def _load_and_use(end: str, begin: str | None, name: str) -> None:
     """Run in the process that `_try` starts: end with one line if the tokenizer.json on stdin cannot be used."""
     os.environ["RAYON_NUM_THREADS"] = "1"  # the stacks of many threads would count as memory
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit_memory(TRIAL_BYTES)
     resource.setrlimit(resource.RLIMIT_CPU, (TRIAL_SECONDS, TRIAL_SECONDS + 1))
     try:
-        with limited_memory(TRIAL_BYTES):  # beside what libraries have taken: some reserve memory for each core
-            tokenizer = HfTokenizer(sys.stdin.buffer.read(), end, begin, name)
-            tokenizer.decode([*tokenizer.encode(TRIAL_TEXT), tokenizer.eod])
+        tokenizer = HfTokenizer(sys.stdin.buffer.read(), end, begin, name)
+        tokenizer.decode([*tokenizer.encode(TRIAL_TEXT), tokenizer.eod])
     except ValueError as error:
         sys.exit(" ".join(str(error).split()))
 

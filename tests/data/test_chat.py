@@ -454,6 +454,14 @@ def test_a_template_that_does_harm_is_one_line(bpe, monkeypatch, what):
     assert ours.chat.template._process is None
 
 
+def test_what_libraries_reserve_is_no_part_of_a_templates_memory(bpe, monkeypatch):
+    reserve = f"import mmap\nreserved = mmap.mmap(-1, {chat_template.MEMORY_BYTES})\n"
+    monkeypatch.setattr(chat_template, "CHILD", reserve + chat_template.CHILD)
+    ours = ours_of(of_transformers(bpe, CHATML))
+    assert encode(ours, said("a", "b"))
+    ours.chat.close()
+
+
 def test_a_template_that_never_ends_stops_a_file_of_many_lines(bpe, monkeypatch):
     monkeypatch.setattr(chat_template, "SECONDS", 0.05)
     ours, starts = ours_of(of_transformers(bpe, HOSTILE["never ends"])), []
