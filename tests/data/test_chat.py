@@ -457,7 +457,7 @@ def test_a_template_that_does_harm_is_one_line(bpe, monkeypatch, what):
 def test_what_libraries_reserve_is_no_part_of_a_templates_memory(bpe, monkeypatch):
     reserve = f"import mmap\nreserved = mmap.mmap(-1, {chat_template.MEMORY_BYTES})\n"
     monkeypatch.setattr(chat_template, "CHILD", reserve + chat_template.CHILD)
-    ours = ours_of(of_transformers(bpe, "{% set large = [0] * 5000000 %}" + CHATML))
+    ours = ours_of(of_transformers(bpe, "{% set large = 'x' * (messages | length * 20000000) %}" + CHATML))
     assert encode(ours, said("a", "b"))
     ours.chat.close()
 
