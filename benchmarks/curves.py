@@ -132,7 +132,7 @@ def main(argv: list[str] | None = None) -> dict | None:
     if args.each < 1:
         parser.error(f"--each={args.each}: at least one run has a GPU; use 1 or more")
     if args.causes:
-        make_missing(args, [run for pair in of_causes().values() for run in pair])
+        make_missing(args, [*dict.fromkeys(run for pair in of_causes().values() for run in pair)])
         print(causes(record.rows(args.results)))
         return write_page(args.results) if args.page else None
     if not (args.config or args.formats):

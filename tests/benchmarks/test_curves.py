@@ -105,19 +105,19 @@ def test_causes_change_one_thing_at_a_time(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(curves, "SHORT", tuple(sorted(TINY, key=lambda argument: "=" in argument)))
     monkeypatch.setattr(curves, "CAUSES", {
         "nothing": ((), (), "delayed", (7,)),
-        "layers": ((), ("precision.fp8_bf16_layers=1",), "delayed", (7,)),
+        "head": ((), ("precision.fp8_head=true",), "delayed", (7,)),
         "the rate": (("optimizer.lr=1e-2",), (), "current", (7,)),
     })  # fmt: skip
     curves.main(["--causes", "--results", str(path), "--page", "--each", "2"])
     rows = record.rows(path)
     assert len(rows) == 5  # the first two share their run in bf16
     last = {(row["config"][-1], row["fp8"]): row["last"] for row in rows}
-    layers, rate, plain = "precision.fp8_bf16_layers=1", "optimizer.lr=1e-2", TINY[-1]
+    head, rate, plain = "precision.fp8_head=true", "optimizer.lr=1e-2", TINY[-1]
     table = [
         f"| {name} | 7 | {last[base, 'none']:.4f} | {last[key, fp8]:.4f} | {last[key, fp8] - last[base, 'none']:+.4f} |"
         for name, base, key, fp8 in (
             ("nothing", plain, plain, "delayed"),
-            ("layers", plain, layers, "delayed"),
+            ("head", plain, head, "delayed"),
             ("the rate", rate, rate, "current"),
         )
     ]
