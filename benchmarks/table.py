@@ -1,7 +1,7 @@
 """A Markdown table and pictures of the records in results.jsonl: `python benchmarks/table.py`.
 
-Of each compared case the newest record counts. Writes compare.md beside it and, with matplotlib, compare.png; and
-fp8_curves.png from the newest curves of a GPU.
+Of each compared case the newest record counts. Writes compare.md beside it, steps.md of what benchmarks/step.py
+measured and, with matplotlib, compare.png; and fp8_curves.png from the newest curves of a GPU.
 """
 
 from __future__ import annotations
@@ -59,13 +59,38 @@ def markdown(entries: list[dict]) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     if any("ours_mfu_weights" in e for e in entries):
         lines += ["", "In parentheses: without attention scores, as the documents of fine-tuning count."]
-    origins = {}
+    return "\n".join([*lines, "", *origins(entries)]) + "\n"
+
+
+def origins(entries: list[dict]) -> list[str]:
+    """A line for each machine, day and commit that entries came from."""
+    lines = {}
     for e in entries:
         versions = ", ".join(f"{name} {version}" for name, version in e["versions"].items() if version)
         power = f" at {e['power_limit_watts']:g} W" if e["power_limit_watts"] else ""
         commit = (e["commit"] or "unknown")[:10]
-        origins[f"{e['gpu'] or 'CPU'}{power}; {versions}; {e['time'][:10]}, commit {commit}"] = None
-    return "\n".join([*lines, "", *origins]) + "\n"
+        lines[f"{e['gpu'] or 'CPU'}{power}; {versions}; {e['time'][:10]}, commit {commit}"] = None
+    return [*lines]
+
+
+def steps(rows: list[dict]) -> str:
+    """A line for each command of benchmarks/step.py and kind of GPU, its newest record, H100's first."""
+    found = {(row["command"], row["gpu"]): row for row in rows if row["kind"] == "step"}
+    mine = sorted(found.values(), key=lambda row: "H100" not in (row["gpu"] or ""))
+    lines = [
+        "# Steps of minitron alone",
+        "",
+        "Written by `python benchmarks/table.py`. Models with fewer layers, or on fewer GPUs, than a job has.",
+        "",
+        "| command | GPUs | step s | tokens/s a GPU | GiB |",
+        "|---|---|---|---|---|",
+    ]
+    for row in mine:
+        gib = "unknown" if row["peak_gib"] is None else f"{row['peak_gib']:.2f}"
+        cells = [f"`{row['command']}`", f"{row['world']} {gpu_of(row)}", f"{row['step_seconds']:.4f}"]
+        cells += [f"{row['tokens_per_second_per_gpu']:,.0f}", gib]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *origins(mine)]) + "\n"
 
 
 def gpu_of(entry: dict) -> str:
@@ -249,6 +274,7 @@ def main(argv: list[str] | None = None) -> int:
         text = markdown(entries)
         args.results.with_name("compare.md").write_text(text, encoding="utf-8")
         print(text, end="")
+        args.results.with_name("steps.md").write_text(steps(records(args.results)), encoding="utf-8")
         style.save(draw(entries), args.results.with_name("compare.png"))
         if curves := [r for r in records(args.results) if r["kind"] == "fp8_curves" and r["gpu"]]:
             style.save(draw_curves(curves[-1]), args.results.with_name("fp8_curves.png"))

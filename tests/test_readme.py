@@ -176,3 +176,4 @@ def test_the_speed_rows_are_the_records():
     head = newest["8b-1gpu-fp8head-fp8"]
     assert f"{head['ratio']:.3f} ± {head['spread']:.3f}" in text
     assert (table.RESULTS.parent / "compare.md").read_text() == table.markdown(table.newest(table.RESULTS))
+    assert (table.RESULTS.parent / "steps.md").read_text() == table.steps(table.records(table.RESULTS))
