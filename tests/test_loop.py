@@ -12,7 +12,7 @@ from itertools import count
 import pytest
 import torch
 
-from layouts import GPT3, LLAMA, config, dataset_of
+from layouts import GPT3, LLAMA, config, dataset_of, mesh_of
 from minitron import pretrain
 from minitron.checkpoint.reader import Reader
 from minitron.comm.mesh import Mesh
@@ -20,6 +20,7 @@ from minitron.config import cli
 from minitron.data.loader import Loader
 from minitron.model.layers import Norm
 from minitron.parallel.linear import RowParallelLinear
+from minitron.planner.dryrun.dryrun import fake_world
 from minitron.runtime.log import Log
 from minitron.testing import assert_close_rel
 from minitron.train import Trainer, build
@@ -55,6 +56,22 @@ def rate_of(step: int) -> float:
     if step <= 2:
         return 0.01 * step / 2
     return 0.001 + (0.01 - 0.001) * (1 + math.cos(math.pi * (step - 2) / (STEPS - 2))) / 2
+
+
+@pytest.mark.parametrize(
+    "keys, blocks",
+    [
+        ({"layers_per_stage": (2, 3, 1, 2)}, [[["0", "1"], ["5"]], [["2", "3", "4"], ["6", "7"]]]),
+        ({}, [[["0", "1"], ["4", "5"]], [["2", "3"], ["6", "7"]]]),
+    ],
+    ids=["named", "even"],
+)
+def test_each_rank_has_the_layers_of_its_stages(keys, blocks):
+    cfg, found = config(LLAMA, {"parallel": {"pp": 2, "vp": 2} | keys}), []
+    for rank in range(2):
+        with fake_world(2, rank, "cpu"):
+            found.append([list(chunk.blocks) for chunk in build(cfg, mesh_of(cfg)).chunks])
+    assert found == blocks
 
 
 @pytest.fixture(scope="module")

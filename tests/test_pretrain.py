@@ -13,10 +13,12 @@ import pytest
 import torch.distributed as dist
 
 import warm
+from layouts import config
 from minitron import pretrain as entry
 from minitron.checkpoint.load import ResumePoint
 from minitron.comm.mesh import Mesh
 from minitron.config import cli
+from minitron.config.schema import Config
 from minitron.data.indexed import IndexedWriter
 from minitron.pretrain import build_data, run
 from minitron.runtime.signals import Listener
@@ -250,6 +252,18 @@ def test_a_run_that_goes_on_with_another_batch_has_samples_to_its_end(batch):
     cfg = cli.load(["data.source=mock", "train.steps=10", "train.eval_every=0", f"train.global_batch_size={batch}"])
     data = build_data(cfg, ResumePoint(resume=True, step=6, consumed_samples=24))
     assert len(data.train) == 24 + 4 * batch
+
+
+@pytest.mark.parametrize("ranges", [(), ((5, 9),), ((0, 3), (8, 12)), ((30, 31),)], ids=str)
+@pytest.mark.parametrize("step, consumed", [(0, 0), (2, 4)])
+def test_a_run_has_read_up_to_its_last_sample_and_not_what_is_left_out_behind_it(ranges, step, consumed):
+    cfg = config(Config(), {"train": {"global_batch_size": 5}, "data": {"skip_samples": ranges}})
+    start = ResumePoint(step=step, consumed_samples=consumed)
+    kept = [i for i in range(consumed, 100) if not any(first <= i < end for first, end in ranges)]
+    ends = {step + n: kept[5 * n - 1] + 1 for n in range(1, 10)}
+    assert ends == {later: entry.consumed_after(cfg, start, later) for later in ends}
+    for samples in range(ends[step + 1], ends[step + 9] + 1):
+        assert entry.step_after(cfg, start, samples) == next(s for s, end in ends.items() if end >= samples)
 
 
 def open_on_a_node(folder, source):

@@ -17,7 +17,7 @@ from minitron.data.loader import Loader
 from minitron.kernels import attention
 from minitron.pipeline import executor
 from minitron.pipeline import replay as graph
-from minitron.pipeline.schedule import forward_only
+from minitron.pipeline.schedule import Exchange, forward_only, make
 from minitron.train import build
 from replay import CpuRecorder, replayed
 from test_invariance import axes
@@ -323,10 +323,13 @@ def test_steps_that_count_casts_and_cannot_be_recorded_stay_eager(ranks):
     assert [re.sub("in [^,]*s;", "", line) for line in more[:2]] == [re.sub("in [^,]*s;", "", line) for line in lines]
 
 
-def test_forwards_alone_are_cut_into_graphs_too():
-    for pp, m, most in ((1, 5, 1), (2, 4, 1e9), (2, 4, 300), (4, 8, 100)):
+@pytest.mark.parametrize("make", [forward_only, make], ids=["evaluation", "step"])
+def test_graphs_compute_a_pass_once_in_its_order(make):
+    for pp, m, most in (*((1, m, 1) for m in range(1, 7)), (2, 4, 1e9), (2, 4, 300), (4, 8, 100)):
         with mock.patch.object(graph, "MOST_NODES", most):
-            for actions in forward_only(pp, 2 if pp > 1 else 1, m).ranks:
+            for actions in make(pp, 2 if pp > 1 else 1, m).ranks:
                 cut = graph.segments(actions, pp, m, 50)
                 done = [action for segment in cut for _ in segment.launches for action in segment.actions]
                 assert len(done) == len(actions) and (pp == 1 or done == list(actions))
+                computed = [action for action in actions if not isinstance(action, Exchange)]
+                assert list(graph._launched(cut)) == computed

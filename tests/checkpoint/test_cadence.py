@@ -53,9 +53,53 @@ def test_steps_beside_the_writing_count_too():
         cadence.observe(figures(step, seconds))
     cadence.end(9.0)
     cadence.observe(figures(15, 2.0))
+    assert medians(cadence) == [2.0, pytest.approx(1.4), 9.0]
+
+
+def medians(cadence):
+    """Its seconds of a step, of training lost per save, and per save."""
     seen = []
     cadence.choose(lambda own, rule: seen.append(own()) or rule(seen))
-    assert seen == [[2.0, pytest.approx(1.4), 9.0]]
+    return seen[0]
+
+
+def test_a_step_that_ends_as_its_save_begins_is_no_cost_of_the_save():
+    """Its figures come when the save is already under way."""
+    cadence = SaveInterval("auto", 1.0, done=0)
+    for step in range(1, 10):
+        cadence.observe(figures(step, 2.0))
+    cadence.begin(10)
+    for step, seconds in (10, 5.0), (11, 2.5):
+        cadence.observe(figures(step, seconds))
+    cadence.end(9.0)
+    cadence.observe(figures(12, 2.0))
+    assert medians(cadence) == [2.0, 0.5, 9.0]
+
+
+def test_saves_of_either_kind_with_no_step_between_them_cost_each_its_own():
+    cadence = SaveInterval("auto", 1.0, done=0)
+    for step in range(1, 11):
+        cadence.observe(figures(step, 2.0))
+    for step, own, seconds in (10, True, 2.5), (11, True, 2.7), (12, False, 62.0), (13, True, 2.9):
+        cadence.begin(step, own)
+        cadence.observe(figures(step + 1, seconds))
+        cadence.end(9.0 if own else None)
+    cadence.observe(figures(15, 2.0))
+    assert list(cadence.stall_seconds) == pytest.approx([0.5, 0.7, 0.9])
+
+
+def test_medians_are_of_the_newest_steps_and_saves():
+    """Five steps lie between two saves. Up to the twelfth save all take ten times as long."""
+    cadence, step = SaveInterval("auto", 1.0, done=0), 0
+    for number in range(20):
+        slow = 10.0 if number < 12 else 1.0
+        cadence.begin(step)
+        cadence.observe(figures(step + 1, 2.5 * slow))
+        cadence.end(3.0 * slow)
+        for later in range(step + 2, step + 7):
+            cadence.observe(figures(later, 2.0 * slow))
+        step += 6
+    assert medians(cadence) == [2.0, pytest.approx(0.5), 3.0]
 
 
 def test_a_save_that_costs_nothing_still_takes_its_time():

@@ -25,7 +25,7 @@ from minitron import pretrain
 from minitron.checkpoint.boxes import TensorShard
 from minitron.checkpoint.directory import ERRORS, TakenOver, begin, claim
 from minitron.checkpoint.format import CheckpointError, write_shard
-from minitron.checkpoint.load import ResumePoint, agree_on_start, find_resume_point, restore
+from minitron.checkpoint.load import ResumePoint, agree_on_start, check_data, find_resume_point, restore
 from minitron.checkpoint.reader import Reader
 from minitron.checkpoint.save import Checkpointer, copy_beside, host_memory
 from minitron.comm.agree import Agreement
@@ -835,3 +835,14 @@ def test_the_data_index_is_pinned(tmp_path):
     write(61)
     with pytest.raises(CheckpointError, match="data was .* and is "):
         build_data(cfg, start)
+
+
+def test_a_run_resumes_with_other_evaluations(tmp_path):
+    reader = SimpleNamespace(path=tmp_path, index=tmp_path / "index.json")
+    data = {"train": "a", "train_samples": 40, "valid": "b", "valid_samples": 8}
+    start = ResumePoint(reader, True, 5, 40, data)
+    for change in {}, {"valid": "c"}, {"valid_samples": 16}, {"valid": None, "valid_samples": 0}:
+        check_data(start, data | change)
+    for change in {"train": "c"}, {"train": None}, {"train_samples": 41}:
+        with pytest.raises(CheckpointError, match=f"data: {next(iter(change))} was"):
+            check_data(start, data | change)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import os
 import shutil
 import time
 from math import prod
@@ -17,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minitron.checkpoint import format as files
+from minitron.checkpoint import reader as readers
 from minitron.checkpoint.boxes import Box, TensorShard, boxes_of_range, covers, to_global
 from minitron.checkpoint.format import CheckpointError
 from minitron.checkpoint.reader import Reader
@@ -260,7 +262,10 @@ def tensors_with(**box) -> dict:
         (dict(layout={"tp": 1.5}), "1.5 is not a count"),
         (dict(state={"data": []}), "state.data is not an object"),
         (dict(state={"rerun": {"in_a_row": -1}}), "-1 is not a count"),
-        (dict(state={"rerun": {"history": {"loss": ["1"]}}}), "state.rerun.history holds a value that is not a number"),
+        (
+            dict(state={"rerun": {"history": {"loss": [1.0, "1"]}}}),
+            "state.rerun.history holds a value that is not a number",
+        ),
         (dict(state={"data": {"train_samples": -1}}), "-1 is not a count"),
         (dict(state={"optimizer_steps": 1 << 40}), "optimizer_steps=1099511627776 is not a counter"),
         (dict(state={"optimizer_steps": -1}), "optimizer_steps=-1 is not a counter"),
@@ -310,6 +315,16 @@ def test_boxes_are_checked_in_linear_time(shape):
         return time.process_time() - begin
 
     assert seconds(80_000) < 10 * max(seconds(20_000), 0.05)  # 16 times, if each were compared with all others
+
+
+def test_a_pipe_in_the_place_of_a_file_is_an_error_and_is_not_opened(tmp_path, monkeypatch):
+    write(tmp_path, cuts=1)
+    found, path = Reader(tmp_path), tmp_path / "step_00000003" / "part_00000.safetensors"
+    path.unlink()
+    os.mkfifo(path)
+    monkeypatch.setattr(readers, "safe_open", lambda *_, **__: pytest.fail("the pipe was opened"))
+    with pytest.raises(CheckpointError, match=f"{path} cannot be read"):
+        found.read("b.bias", "param", (0,), (7,))
 
 
 def test_a_box_that_is_not_what_the_index_says(tmp_path):

@@ -3,6 +3,7 @@
 import io
 import threading
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 
@@ -38,6 +39,20 @@ def test_blocks_are_summed_in_order_by_several_threads(sizes):
 
     assert checksum.crc32(partial(block, i) for i in range(len(data))) == zlib.crc32(b"".join(data))
     assert all(name.startswith("checksum") for name in names) and bool(names) == bool(sizes)
+
+
+def test_two_calls_a_thread_are_begun_ahead():
+    drawn = []
+    calls = (drawn.append(i) or partial(int, i) for i in range(20))
+    found = checksum.in_order(calls, 3, "ahead")
+    for i in range(20):
+        assert next(found) == i and len(drawn) == min(20, i + 6)
+
+
+def test_calls_are_made_without_threads_once_these_have_ended():
+    pool = ThreadPoolExecutor(1)
+    pool.shutdown()
+    assert checksum._begin(pool, partial(int, 7)).result(timeout=0) == 7
 
 
 def test_many_blocks_are_written_checked_and_read_as_one(tmp_path, monkeypatch):

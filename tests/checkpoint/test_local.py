@@ -297,6 +297,23 @@ def test_a_directory_that_several_nodes_see(ranks, tmp_path):
         )
 
 
+def test_a_directory_is_another_one_on_another_machine(tmp_path):
+    """Disks of two machines may have the same numbers. Containers have names of their own, and share a kernel."""
+    here = destination.identity(tmp_path)
+    assert here == destination.identity(tmp_path / "new" / "..") != destination.identity(tmp_path / "new")
+
+    def identity(kernel: str, host: str):
+        read = mock.Mock(return_value=kernel, side_effect=None if kernel else FileNotFoundError)
+        with (
+            mock.patch.object(destination.socket, "gethostname", lambda: host),
+            mock.patch.object(Path, "read_text", read),
+        ):
+            return destination.identity(tmp_path)
+
+    assert identity("kernel 1", "a") == identity("kernel 1", "b") != identity("kernel 2", "a")
+    assert identity("", "a") == identity("", "a") != identity("", "b")
+
+
 @pytest.fixture
 def memory():
     """A folder in the machine's memory."""
@@ -346,3 +363,4 @@ def test_a_run_that_ends_where_its_local_save_is_saves_for_all(tmp_path):
         status, _, output = second.end()
     assert status == 0 and f"resumed from {tmp_path}/disk/step_{last:08d}" in output, output
     assert steps_in(tmp_path / "saves") == [3, last]
+    assert Reader(tmp_path / "saves").consumed_samples == Reader(tmp_path / "disk").consumed_samples > 0

@@ -250,6 +250,19 @@ def test_the_model_and_its_adapters_drop_each_by_its_own_key(base):
     assert len({round(value, 5) for value in losses}) == 4
 
 
+def test_a_run_describes_how_many_parameters_are_trained():
+    for change in {}, lora("qkv", "o"):
+        cfg = config(LLAMA, {"model": {"num_layers": 2, "hidden_size": 256, "ffn_hidden_size": 256}}, change)
+        trainer = build(cfg, mesh_of(cfg))
+        here, trained = (
+            f"{sum(p.numel() for p in trainer.chunks[0].parameters() if p.requires_grad >= least) / 1e6:.2f} M"
+            for least in (False, True)
+        )
+        assert (here == trained) == (not change)
+        more = f", of which {trained} are trained" if change else ""
+        assert f", {here} parameters on rank 0{more} | tp 1 " in trainer.describe()
+
+
 @pytest.mark.parametrize("base", [LLAMA, GPT3], ids=["llama", "tied gpt"])
 def test_frozen_weights_have_no_gradients_states_or_products(base, monkeypatch):
     """Weight gradients of adapters alone; of frozen weights no buffer, no optimizer state, and not a bit changes."""

@@ -6,6 +6,7 @@ that the forward saw, the total over samples and parts is the same in every layo
 it in a few lines.
 """
 
+import itertools
 import re
 import zlib
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from layouts import full_gradients
+from minitron.checkpoint.state import tensor_shards
 from minitron.comm.collectives import all_reduce_
 from minitron.comm.handle import Handle
 from minitron.comm.mesh import Mesh
@@ -388,6 +390,31 @@ def test_owned_parts_tell_where_a_slice_belongs(ranks):
         mine = sorted((piece for piece in pieces if piece[0] == name), key=lambda piece: piece[1])
         assert [offset for _, offset, _ in mine] == [sum(v.numel() for _, _, v in mine[:i]) for i in range(len(mine))]
         assert torch.equal(torch.cat([values for _, _, values in mine]), draw(spec.shape, name).flatten())
+
+
+def saved_shards(mesh_args):
+    toy = Toy(Mesh.create(**mesh_args))
+    for param in (p for chunk in toy.chunks for p in chunk.parameters()):
+        whole, shard = draw(SPECS[param.spec.name].shape, param.spec.name), param.spec.shard
+        param.slot.main_grad.copy_(whole if shard is None else shard.cut(whole))
+    slices = [bucket.grad_slice for bucket in toy.gradients.buckets]
+    kinds = {"master": slices, "exp_avg": [2 * values for values in slices]}
+    return [shard._replace(tensor=shard.tensor.clone()) for shard in tensor_shards(toy.gradients, kinds)]
+
+
+@pytest.mark.parametrize("mesh_args", [{"cp": 2}, {"tp": 2}], ids=str)
+def test_boxes_to_save_hold_each_element_where_it_belongs(ranks, mesh_args):
+    """Slices end within rows. Parameters that tp does not split are there twice."""
+    found = [shard for rank in ranks(4, saved_shards, mesh_args) for shard in rank]
+    for (name, spec), (kind, factor) in itertools.product(SPECS.items(), (("master", 1), ("exp_avg", 2))):
+        total, count = torch.zeros(spec.shape), torch.zeros(spec.shape)
+        for shard in (shard for shard in found if (shard.name, shard.kind) == (name, kind)):
+            place = tuple(slice(first, first + n) for first, n in zip(shard.start, shard.tensor.shape, strict=True))
+            total[place] += shard.tensor
+            count[place] += 1
+            assert shard.global_shape == spec.shape
+        assert (count == (2 if "tp" in mesh_args and spec.dim is None else 1)).all(), name
+        assert torch.equal(total / count, factor * draw(spec.shape, name)), name
 
 
 # ---- protocol -------------------------------------------------------------------------------------------------------

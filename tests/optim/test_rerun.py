@@ -81,12 +81,16 @@ def test_a_step_computed_again_is_the_same_in_every_layout(ranks, world, base, c
             assert first == second and first[1] > 0 and differing == []
 
 
-def spoiled(cfg, place: int) -> list[int]:
-    """Who is blamed if rank 0 once computes another gradient, in the slice of data rank `place`."""
+def spoiled(cfg, place: int, shared: str = "") -> list[int]:
+    """Who is blamed if rank 0 once computes another gradient, in the slice of data rank `place`.
+
+    shared: what the key of the bucket has, that is spoiled: it is summed over another axis, too.
+    """
     torch.set_num_threads(1)
     trainer = build(cfg, mesh_of(cfg))
     compared = Rerun(trainer.runner, trainer.gradients, trainer.fp8, trainer.scaler, None)
-    loader, bucket = Loader(dataset_of(cfg), cfg, trainer.mesh), trainer.gradients.buckets[0]
+    loader = Loader(dataset_of(cfg), cfg, trainer.mesh)
+    bucket = next(b for b in trainer.gradients.buckets if not shared or getattr(b.key, shared))
     batches, reduce = loader.step(0, 1), type(bucket.slice_comm).reduce
     loader.close()
     first, _ = figures_of(compared, batches)
@@ -107,6 +111,17 @@ def test_wrong_sums_of_a_node_are_blamed_on_it_and_not_on_who_gets_them(ranks, p
     bf16 = {"precision": {"dtype": "bf16"}, "optimizer": {"reduce_dtype": "bf16"}, "train": {"global_batch_size": 4}}
     cfg = config(LLAMA, {"model": {"num_layers": 2}}, bf16)
     assert all(blamed == [0] for blamed in ranks(4, spoiled, cfg, place))
+
+
+@pytest.mark.parametrize("base, layout, shared", [(LLAMA, "tp=2", "sum_over_tp"), (GPT3, "pp=2", "tied")])
+def test_a_sum_over_tp_or_stages_is_no_result_of_the_ranks_that_get_it(ranks, base, layout, shared):
+    """With several data ranks the rank's own gradients name it."""
+    from test_invariance import axes
+
+    small = {"model": {"num_layers": 2}, "train": {"global_batch_size": 4}}
+    for world, data_ranks in (2, 1), (4, 2):
+        cfg = config(base, small, axes(layout))
+        assert ranks(world, spoiled, cfg, data_ranks - 1, shared) == [[0] * (data_ranks > 1)] * world
 
 
 # ---- what is suspicious ---------------------------------------------------------------------------------------------

@@ -136,7 +136,10 @@ def reduced(dtype, most, overlap, **mesh_args):
             bucket.reduce()
         for bucket, own in zip(gradients.buckets, before):
             bucket.reduction.wait()
-            for part in bucket.slice_comm.unsummed(bucket.grad):
+            kept = bucket.slice_comm.unsummed(bucket.grad)
+            levels = mesh.in_node.size if mesh.in_node.size > 1 else mesh.across_nodes.size
+            assert len(own) - sum(map(len, kept)) == len(own) // levels  # all but what the rank sums first
+            for part in kept:
                 first = part.storage_offset() - bucket.grad.storage_offset()
                 assert torch.equal(part, own[first : first + len(part)])
     for bucket in gradients.buckets:
@@ -194,14 +197,16 @@ def test_uneven_nodes_sum_in_float32(ranks, dtype, most):
 
 
 def across_of_a_run(keys):
-    rank = dist.get_rank()
+    rank, cfg = dist.get_rank(), config(Config(), keys)
     environ = {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 2}
     with (
         mock.patch.object(pretrain, "joined", lambda *_: nullcontext((None, rank, 4))),
-        mock.patch.object(dist, "init_process_group"),
+        mock.patch.object(dist, "init_process_group") as begun,
         mock.patch.dict(os.environ, {name: str(value) for name, value in environ.items()}),
     ):
-        return pretrain.make_mesh(config(Config(), keys), 4, torch.device("cpu"), None).across_nodes.ranks
+        across = pretrain.make_mesh(cfg, 4, torch.device("cpu"), None).across_nodes.ranks
+        assert begun.call_args.kwargs["timeout"].total_seconds() > cfg.train.hang_seconds  # whose report comes first
+        return across
 
 
 @pytest.mark.parametrize(
