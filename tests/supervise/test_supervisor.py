@@ -24,10 +24,13 @@ from minitron.supervise.lead import (
     HUNG,
     LOST,
     REQUEUE,
+    ROUND,
+    SETTLE_SECONDS,
     START,
     STUCK,
     TAKEN,
     Leader,
+    matches,
     repeated,
     write_json_atomically,
 )
@@ -312,6 +315,12 @@ def test_the_newer_supervisor_stays_also_if_the_older_one_writes_between_its_loo
     Supervisor(arguments(tmp_path)).write_heartbeat()
     assert newer.replaced()
 
+    def away(*_):
+        raise OSError(errno.EIO, "the disk is away")
+
+    newer.leader.read = away
+    assert not newer.replaced()
+
 
 def test_of_two_rounds_with_one_number_the_later_one_counts(tmp_path):
     """As when a leader that stood still for a while writes one more round: here with the nodes the other way round."""
@@ -355,6 +364,91 @@ def test_a_node_whose_ranks_cannot_be_killed_leaves(tmp_path, monkeypatch):
     assert set(signals) == {signal.SIGKILL}
 
 
+@pytest.fixture
+def node(tmp_path):
+    """The supervisor of node 0, with an agent that keeps what it is given."""
+    node = Supervisor(arguments(tmp_path))
+    node.agent = SimpleNamespace(started=[], signals=[], ended={}, said={}, running=False, listen=lambda: None)
+    node.agent.start, node.agent.signal = node.agent.started.extend, node.agent.signals.append
+    node.health = SimpleNamespace(unfit=lambda: "unfit", poor=lambda: "poor")
+    return node
+
+
+@pytest.mark.parametrize("state", ["idle", "done", "ended", "running", "failed"])
+def test_a_node_follows_the_table_of_rounds(node, state):
+    beat, host = node.heartbeat, node.args.host
+    mine, other = ({"node": n, "life": life, "address": "a", "port": 9} for n, life in ((0, beat["life"]), (1, "b")))
+    has_ranks, run = state in ("running", "failed"), START | {"key": "new", "number": 3, "state": "run"}
+    with_it, without, stop = run | {"nodes": [other, mine]}, run | {"nodes": [other]}, run | {"state": "stop"}
+
+    def follows(round_, **values):
+        """The status, whether ranks were started, and whether they were killed."""
+        beat.update({"state": state, "round": "old", "looked": "", "unfit": "", "leaving": ""} | values)
+        node.agent.started.clear(), node.agent.signals.clear()
+        node.ending, node.written = 0.0, 1.0
+        status = node.follow(round_)
+        assert bool(node.ending) == bool(node.agent.signals) and {*node.agent.signals} <= {signal.SIGKILL}
+        return status, bool(node.agent.started), bool(node.agent.signals)
+
+    assert follows(with_it, round="new") == (None, False, False)
+    assert follows(with_it) == (None, not has_ranks, has_ranks)
+    if not has_ranks:
+        assert (beat["state"], beat["round"], beat["ended"], beat["said"]) == ("running", "new", {}, {})
+        (rank,) = node.agent.started
+        places = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "1"}
+        assert rank.items() >= (places | {"MASTER_ADDR": "a", "MASTER_PORT": "9"}).items()
+        assert json.loads(rank["MINITRON_ROUND"])["round"] == 3
+    another_life = with_it | {"nodes": [mine | {"life": "before"}, other]}
+    leave = [
+        (without, {"leaving": "got SIGTERM"}, True),
+        (without, {"unfit": "no GPU"}, False),  # the leader has not read it yet
+        (without | {"excluded": [host]}, {"unfit": "no GPU"}, True),
+        (without | {"excluded": [host]}, {}, False),
+        (stop | {"nodes": [mine]}, {"leaving": "got SIGTERM"}, False),  # the leader reads the reason first
+        (stop | {"nodes": [mine], "left": "why"}, {"leaving": "got SIGTERM"}, True),
+        (stop | {"nodes": [mine], "left": "why"}, {"looked": "new"}, False),
+        (stop | {"nodes": [other]}, {"leaving": "got SIGTERM"}, True),
+        (without, {}, False),
+        (another_life, {}, False),
+    ]
+    for round_, values, leaves in leave:
+        assert follows(round_, **values) == (143 if leaves and not has_ranks else None, False, has_ranks), values
+    assert follows(run | {"state": "end", "status": REQUEUE}) == (None if has_ranks else REQUEUE, False, has_ranks)
+    for looked in "", "new":
+        follows(stop | {"nodes": [mine]}, looked=looked)
+        looks = not (looked or has_ranks)
+        assert (beat["unfit"] == "unfit", node.written < 0) == (looks, looks)
+        assert not looks or (beat["poor"], beat["looked"]) == ("poor", "new")
+
+
+@pytest.mark.parametrize(
+    "before, ended, running, after",
+    [
+        ("running", {}, True, "running"),
+        ("running", {"0": 0}, True, "running"),
+        ("running", {"0": 0}, False, "done"),
+        ("running", {"0": 7}, True, "failed"),
+        ("running", {"0": 7, "1": 0}, False, "failed"),
+        ("running", {"agent": -9}, False, "failed"),
+        ("idle", {}, False, "idle"),
+        ("done", {"0": 0}, False, "done"),
+        ("failed", {"0": 7}, True, "failed"),
+        ("ended", {"0": -9}, False, "ended"),
+    ],
+)
+def test_a_heartbeat_has_the_state_of_the_ranks(node, before, ended, running, after):
+    node.heartbeat["state"], node.written = before, 1.0
+    node.agent.ended, node.agent.said, node.agent.running = ended, {"0": "why"}, running
+    node.watch()
+    assert node.heartbeat["state"] == after and (node.written < 0) == (before != after)  # a change is written at once
+    killed = before == "ended"  # these statuses are those of SIGKILL
+    assert (node.heartbeat["ended"], node.heartbeat["said"]) == (({}, {}) if killed else (ended, {"0": "why"}))
+    assert not node.heartbeat["leaving"]
+    node.agent.ended = {"0": BROKEN}
+    node.watch()
+    assert bool(node.heartbeat["leaving"]) != killed
+
+
 def test_no_node_is_dead_while_the_disk_of_the_beats_is_full(tmp_path, monkeypatch):
     """Nodes that cannot write would take the lead from one another. Afterwards silence counts again."""
     args, now = arguments(tmp_path), [0.0]
@@ -374,6 +468,7 @@ def test_no_node_is_dead_while_the_disk_of_the_beats_is_full(tmp_path, monkeypat
     def leads():
         now[0] += 0.5
         node.write_heartbeat()
+        assert node.written == now[0]  # also the one that failed: the next one waits for its time
         return node.leader.leads(1)
 
     assert not any([leads() for _ in range(4 * int(args.dead_seconds))])
@@ -414,6 +509,106 @@ def test_a_beat_that_is_not_whole_is_none(leader, tmp_path, monkeypatch):
         assert leader.alive(1) == beat  # this node did not stand still
     now[0] = 2.2
     assert leader.alive(1) is None
+
+
+def test_time_in_which_nobody_looked_does_not_count(leader, tmp_path, monkeypatch):
+    """As when this node was suspended: the others' heartbeats are as old as its own."""
+    now = [0.0]
+    monkeypatch.setattr(lead, "monotonic", lambda: now[0])
+    write_json_atomically(tmp_path / "node-1.json", beat := beat_of(1))
+    assert leader.alive(1) == beat
+    for now[0] in 1.5, 2.4, 3.3:
+        assert leader.alive(1) == beat
+    now[0] = 3.6
+    assert leader.alive(1) is None
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_durable_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch, durable):
+    synced = []
+    monkeypatch.setattr(
+        os, "fsync", lambda _: synced.extend((path.name, path.read_text()) for path in tmp_path.iterdir())
+    )
+    write_json_atomically(tmp_path / "round.json", {"a": 1}, durable)
+    assert [path.name for path in tmp_path.iterdir()] == ["round.json"]
+    assert json.loads((tmp_path / "round.json").read_text()) == {"a": 1}
+    assert [text for name, text in synced if name != "round.json"] == ['{"a": 1}'] * durable
+
+
+@pytest.mark.parametrize(
+    "beats, usable, rejoin, expected",
+    [
+        ([{"state": "running"}] * 2, 2, 0, None),
+        ([{"state": "done"}, {"state": "running"}], 2, 0, None),
+        ([{"state": "done"}, {"state": "done", "round": "before"}], 2, 0, None),  # it has not begun
+        ([{"state": "done"}] * 2, 2, 0, ("end", "")),
+        ([{"state": "done"}, {"state": "done", "leaving": "got SIGTERM"}], 1, 0, ("end", "")),
+        ([{"state": "done"}, {"state": "done", "leaving": "got SIGTERM"}], 2, 0, ("stop", "host1 got SIGTERM")),
+        ([{"state": "done"}, {"state": "done", "leaving": "got SIGTERM"}], 1, 9, ("stop", "host1 got SIGTERM")),
+        ([{"state": "done", "stopping": True}, {"state": "done", "leaving": "got SIGTERM"}], 2, 9, ("end", "")),
+        ([{"state": "failed", "ended": {"0": 1}}, {"state": "running"}], 2, 0, ("stop", "")),
+        ([{"state": "running"}, None], 2, 0, ("stop", "")),  # lost
+        ([{"state": "done"}, {"state": "done", "life": "b"}], 2, 0, ("stop", "")),  # started again
+    ],
+)
+def test_what_ends_a_round(leader, tmp_path, beats, usable, rejoin, expected):
+    leader.args.rejoin_seconds = rejoin
+    alive = {n: beat_of(n, **beat) for n, beat in enumerate(beats) if beat is not None}
+    round_ = stopped(beat_of(0), beat_of(1)) | {"state": "run", "parts": {"before": 1.0}}
+    after = leader.during_run(round_, alive, [None] * usable)
+    assert (after and (after["state"], after["left"])) == expected
+    if after and after["state"] == "end":
+        assert after["status"] == 0 and len(leader_causes(tmp_path)) == any(beat.get("leaving") for beat in beats)
+    elif after:
+        assert after["parts"] == ({} if after["left"] else {"detect_seconds": 0.0})
+
+
+def leader_causes(folder: Path) -> list[str]:
+    path = folder / "restarts.jsonl"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def test_a_hang_is_judged_once_all_ranks_had_time_to_report_it(leader, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(lead, "monotonic", lambda: now[0])
+    alive = {0: beat_of(0, state="failed", ended={"0": HUNG}), 1: beat_of(1, state="running")}
+    round_ = stopped(*alive.values()) | {"state": "run"}
+    assert leader.during_run(round_, alive, []) is None
+    now[0] = SETTLE_SECONDS - 0.5
+    assert leader.during_run(round_, alive, []) is None
+    now[0] = SETTLE_SECONDS + 0.5
+    assert leader.during_run(round_, alive, [])["state"] == "stop"
+
+
+@pytest.mark.parametrize(
+    "before, failed, nodes, excluded",
+    [
+        ("host1", 1, 3, ["host1"]),
+        ("host1", 1, 2, []),  # no spare
+        ("host0", 1, 3, []),
+        ("host1", None, 3, []),
+        (None, 1, 3, []),
+        (None, None, 3, []),  # a node was late, and nobody knows which one
+    ],
+)
+def test_a_node_that_was_the_cause_twice_in_a_row_is_excluded_if_there_is_a_spare(
+    leader, before, failed, nodes, excluded
+):
+    beats = [beat_of(n, ended={"0": 7} if n == failed else {}) for n in range(nodes)]
+    round_ = stopped(*beats[:2]) | {"failures": [[5, before]]}
+    after = leader.after_stop(round_, {beat["node"]: beat for beat in beats}, beats)
+    assert (after["state"], after["excluded"]) == ("run", excluded) and matches(after, ROUND)
+
+
+def test_a_next_round_has_nothing_of_the_last_one_but_its_count_its_failures_and_its_times(leader):
+    beats = [beat_of(n, port=n) for n in range(2)]
+    kept = {"failures": [[3, "host1"]], "excluded": ["host7"]}
+    before = stopped(*beats) | kept | {"number": 6, "left": "host1 got SIGTERM", "parts": {"detect_seconds": 2.0}}
+    after = leader.next(before | {"stopped": time.time() - 50.0}, beats)
+    nodes = [{name: beat[name] for name in ("node", "life", "host", "address", "port")} for beat in beats]
+    parts = {"detect_seconds": 2.0, "end_seconds": pytest.approx(50.0, abs=30.0)}
+    expected = kept | {"number": 7, "state": "run", "nodes": nodes, "left": "", "parts": parts}
+    assert after.items() >= expected.items() and after["key"] not in ("", "b") and matches(after, ROUND)
 
 
 @pytest.mark.parametrize("leaving, excluded", [("got SIGTERM", []), (f"{STUCK} in 120 s", ["host1"])])
