@@ -75,7 +75,7 @@ def list_recipes() -> str:
 
 def similar_recipe(argument: str) -> str | None:
     """Return the name of the recipe that an argument or a file's name may mean."""
-    names = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+    names = [path.stem for path in (ROOT / "configs").glob("*.yaml")]
     return next(iter(get_close_matches(Path(argument).stem, names, 1, 0.7)), None)
 
 

@@ -236,7 +236,7 @@ def _padded(x: float) -> str:
     text = tqdm.format_num(x)
     if not text.lstrip("-").replace(".", "", 1).isdigit():  # 1.23e+6, nan
         return text
-    return text if len(text) >= 5 else (text if "." in text else text + ".").ljust(5, "0")
+    return (text if "." in text else text + ".").ljust(5, "0")
 
 
 def _bytes(gib: float | None) -> int | None:

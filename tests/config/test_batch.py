@@ -49,6 +49,14 @@ def test_a_ramp_is_the_schedule_of_its_docstring():
     assert list(islice(sizes(ramp), 6)) == list(islice(sizes(schedule), 6))
 
 
+@given(RAMPS)
+def test_a_ramp_grows_by_one_increment_after_equal_numbers_of_samples(t):
+    start, increment, samples = t.batch_ramp
+    count = (t.global_batch_size - start) // increment
+    for at in {samples * i // count + near for i in range(count + 2) for near in (-1, 0, 1)} - {-1}:
+        assert batch_size(t, at) == start + increment * min(count, at * count // samples)
+
+
 @given(st.one_of(RAMPS, SCHEDULES), st.integers(0, 100), st.integers(0, 40))
 def test_samples_after_steps_are_counted_as_one_by_one(t, steps, before):
     begun = [trained for trained, _ in islice(sizes(t), before + steps + 1)]

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minitron.config import cli, rules, schema
+from minitron.config import cli, command, rules, schema
 from minitron.config.schema import Config, ModelConfig, OptimizerConfig, PrecisionConfig, RopeScaling, Shares
 from minitron.data.indexed import DataError
 from minitron.runtime.status import RunError
@@ -242,6 +243,35 @@ def test_mistakes_are_one_line_and_status_1():
         done = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent)
         assert done.returncode == 1 and done.stdout == ""
         assert done.stderr.startswith("error: ") and message in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_program_s_own_command_line_is_read(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["minitron-pretrain", "train.steps=7"])
+    assert cli.configure("Train.") == cli.configure("Train.", ["train.steps=7"]) != cli.configure("Train.", [])
+    seen = []
+    command.run(seen.append)
+    assert seen == [["train.steps=7"]]
+
+
+@pytest.mark.parametrize(
+    "error, status",
+    [
+        (ValueError("x"), 1),
+        (KeyboardInterrupt(), 130),
+        (BrokenPipeError(), 141),
+        (MemoryError(), "error: out of memory"),
+    ],
+)
+def test_a_tool_ends_with_a_shell_s_status_of_what_ended_it(monkeypatch, error, status):
+    monkeypatch.setattr(os, "dup2", lambda *_: None)  # of a closed pipe: stdout belongs to pytest
+
+    def main(_):
+        raise error
+
+    with pytest.raises(SystemExit) as caught:
+        command.run(main)
+    code = caught.value.code
+    assert code.startswith(status) if isinstance(code, str) else code == status
 
 
 @pytest.mark.parametrize("kind, lines", [(ValueError, 0), (RunError, 1)])
@@ -830,6 +860,9 @@ def test_gpu_too_old(argv, capability, parts):
         assert part in message
 
 
+EPOCHS = ["data.source=sft", "data.paths=[docstrings]", "train.epochs=2"]  # how many steps these are is known later
+
+
 @pytest.mark.parametrize(
     "argv, world, capability",
     [
@@ -867,10 +900,22 @@ def test_gpu_too_old(argv, capability, parts):
         ([*EXPORTED_GPT, "model.head_dim=16"], 1, None),
         (["model.attention_dropout=0.1", "model.hidden_dropout=0.1"], 1, None),
         (["data.source=indexed", "data.paths=[3,a]"], 1, None),
+        (["train.micro_batch_size=32767", "train.global_batch_size=32767"], 1, None),
+        (["optimizer.lr_schedule=constant", "optimizer.min_lr=1"], 1, None),
+        (["profile.kind=nsys", "profile.start_step=1", "profile.end_step=300"], 1, None),
+        ([*EPOCHS, "profile.kind=nsys", "profile.start_step=400", "profile.end_step=500"], 1, None),
     ],
 )
 def test_kept_rules(argv, world, capability):
     rules.check(cli.load(argv), world, capability)
+
+
+@pytest.mark.parametrize("both", ["fp32", "bf16"])
+@pytest.mark.parametrize("added", ["fp32", "bf16", None])
+@pytest.mark.parametrize("sent", ["fp32", "bf16", None])
+def test_grad_dtype_stands_for_each_format_of_gradients_that_is_not_set(both, added, sent):
+    o = OptimizerConfig(grad_dtype=both, accumulate_dtype=added, reduce_dtype=sent)
+    assert (o.accumulates_in, o.reduces_in) == (added or both, sent or both)
 
 
 @settings(max_examples=300, deadline=None)

@@ -148,6 +148,15 @@ def test_a_longer_blend_stays_within_its_parts(weights, num_samples, more):
             assert mixed._sample[mixed._part == part].max(initial=-1) < size
 
 
+def test_a_blend_is_as_long_as_its_parts_allow(tmp_path):
+    """And no longer than the surplus. Of 4010 samples the rule may have drawn 402 from a part with a tenth of them."""
+    cache, most = Cache(tmp_path), int(4000 * blend.SURPLUS)
+    for size, length in ((402, 4010), (404, most), (999, most), (402, 4010)):
+        sizes = size, 5000
+        parts = [mock.MagicMock(spec=GPTDataset, fingerprint="", **{"__len__.return_value": n}) for n in sizes]
+        assert len(BlendedDataset(parts, [1.0, 9.0], 4000, cache)) == length
+
+
 @settings(max_examples=100, deadline=None)
 @given(weights=weights_of_every_kind, num_samples=st.integers(1, 1500))
 def test_the_surplus_is_enough(weights, num_samples):

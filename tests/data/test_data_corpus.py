@@ -19,7 +19,7 @@ from minitron.config.schema import DataConfig
 from minitron.data import corpus
 from minitron.data.build import build_datasets
 from minitron.data.cache import Cache
-from minitron.data.corpus import build_corpus, build_docstrings
+from minitron.data.corpus import build_corpus, build_docstrings, explained
 from minitron.data.indexed import IndexedDataset
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +27,7 @@ VOCAB = 400
 WORDS = ["".join(random.Random(i).choices("abcdefgh_", k=1 + i % 9)) for i in range(300)]
 SOURCES = {
     f"package/module_{i}.py": "".join(
-        f"def {WORDS[k]}({WORDS[-k]}):\n    return {WORDS[-k]} + {k}\n\n" for k in range(20 * i, 20 * i + 20)
+        f"def {WORDS[k]}({WORDS[-k]}):\n    return {WORDS[-k]} + {k}  # \u00e9\n\n" for k in range(20 * i, 20 * i + 20)
     )
     for i in range(12)
 }
@@ -73,7 +73,7 @@ def test_meta_says_what_the_corpus_is(small):
     total = sum(counts.values())
     entropy = -sum(count / total * math.log(count / total) for count in counts.values())
     assert small.meta["python"] == platform.python_version() and small.meta["skipped"] == ["latin.py"]
-    assert small.meta["files"] == len(SOURCES) and small.meta["bytes"] == sum(len(text) for text in SOURCES.values())
+    assert small.meta["files"] == len(SOURCES) and small.meta["bytes"] == len("".join(SOURCES.values()).encode())
     assert small.meta["tokens"] == total and small.meta["vocab_size"] == VOCAB
     assert small.meta["unigram_entropy"] == pytest.approx(entropy, rel=1e-12)  # both sum in float64
     folder = Path(small.prefix).parent.name
@@ -122,6 +122,12 @@ def test_a_cached_corpus_is_that_of_its_sources_and_of_the_way_it_was_made(tmp_p
 EXPLAINED = (
     "def total(numbers):\n" + '    """Return the sum of the numbers."""\n    return numbers\n\n' + "total = sum\n" * 9
 )
+
+
+def test_sources_that_a_newer_python_warns_of_are_read_all_the_same(recwarn):
+    source = EXPLAINED.replace("return numbers", "return r'' + '\\d'")
+    assert list(explained("one.py", source.encode())) == [("one.total(numbers)", "Return the sum of the numbers.")]
+    assert not recwarn.list
 
 
 def made(folder, vocab_size, library):

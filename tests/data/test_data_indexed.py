@@ -76,6 +76,7 @@ def test_round_trip(tmp_path_factory, documents, data):
     assert [dataset.get(i).tolist() for i in range(len(dataset))] == sequences
     assert dataset.document_indices.tolist() == np.cumsum([0] + [len(document) for document in documents]).tolist()
     assert dataset.tokens(0, dataset.num_tokens).tolist() == sum(sequences, [])
+    assert not any(x.flags.writeable for x in (dataset.lengths, dataset.tokens(0, dataset.num_tokens)) if len(x))
     if sequences:
         i = data.draw(st.integers(0, len(sequences) - 1))
         offset = data.draw(st.integers(0, len(sequences[i])))

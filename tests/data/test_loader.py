@@ -16,9 +16,9 @@ from minitron.data.mock import MockDataset
 S, TOTAL = 32, 8
 
 
-def loaders(world, change=None, **axes):
+def loaders(world, change=None, samples=4 * TOTAL, **axes):
     cfg = config(LLAMA, {"parallel": axes}, change or {})
-    data = MockDataset(90, S, 4 * TOTAL, 0, document_length=6.0)
+    data = MockDataset(90, S, samples, 0, document_length=6.0)
     return [
         Loader(data, cfg, Mesh.offline(world, rank, **{k: v for k, v in axes.items() if k != "cp_style"}))
         for rank in range(world)
@@ -37,16 +37,18 @@ def test_a_step_reads_each_of_its_samples_once_in_megatrons_order(world, micro):
 
 
 @pytest.mark.parametrize("micro", [1, 2])
-def test_the_samples_of_the_next_step_are_read_ahead(micro):
+@pytest.mark.parametrize("samples", [25, 26, 33, 34])
+def test_the_samples_of_the_next_step_are_read_ahead(micro, samples):
     """Of steps of 2, 2, 4, 6 and 8 samples, without the samples 5 to 8; none if the data end before."""
     train = {"batch_ramp": (2, 2, 12), "micro_batch_size": micro}
     change = {"train": train, "data": {"skip_samples": ((5, 9),)}}
-    (loader,), data = loaders(1, change)
+    (loader,), data = loaders(1, change, samples)
     ends = [2, 4, 8, 14, 22, 30]
-    for begin, end in pairwise([0, *ends[:-1]]):
+    for begin, end in pairwise([0, *(end for end in ends if end + 4 <= samples)]):
         drawn = [int(i) for batch in loader.step(begin, 0) for i in batch.samples]
         assert drawn == [i if i < 5 else i + 4 for i in range(begin, end)]
-        assert list(loader.ahead) == ([end] if end + 8 + 4 <= len(data) else [])
+        after = next((later for later in ends if later > end), end + TOTAL)
+        assert list(loader.ahead) == ([end] if after + (4 if after > 5 else 0) <= samples else [])
     loader.close()
 
 

@@ -1,6 +1,6 @@
 """Packing against plain best fit decreasing; the order of documents: all of them in every epoch, from any point."""
 
-from collections import Counter
+from collections import Counter, defaultdict, deque
 
 import numpy as np
 import pytest
@@ -67,6 +67,26 @@ def test_every_epoch_has_every_document_once_in_another_order():
     # not only shuffled: other documents of the same lengths meet
     assert len(set(epochs[0]) & set(epochs[1])) < n / 2
     assert epochs[0] != epochs[1] != epochs[2]
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+def test_an_epoch_shuffles_documents_of_a_length_over_its_places_and_then_sequences(seed):
+    """By NumPy's generator of (seed, epoch), so the samples of a run stay what they are."""
+    lengths, capacity = squad_like(200), 1025
+    packing = Packing(lengths, capacity, seed)
+    for epoch in 0, 1, 5:
+        rng = np.random.RandomState([seed, epoch])
+        waiting = defaultdict(deque)
+        for document in rng.permutation(len(lengths)).tolist():
+            waiting[lengths[document]].append(document)
+        sequences = [
+            [waiting[length].popleft() for length in pattern]
+            for count, pattern in pack(np.bincount(lengths), capacity)
+            for _ in range(count)
+        ]
+        n = packing.num_sequences
+        drawn = [packing.documents(i).tolist() for i in range(epoch * n, (epoch + 1) * n)]
+        assert drawn == [sequences[i] for i in rng.permutation(len(sequences))]
 
 
 def test_sample_i_depends_on_seed_and_i_alone():

@@ -120,7 +120,12 @@ def llama3_file(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llama2_file(tmp_path_factory):
-    path, model = tmp_path_factory.mktemp("llama2") / "tokenizer.model", io.BytesIO()
+    return sentencepiece_file(tmp_path_factory.mktemp("llama2"))
+
+
+def sentencepiece_file(folder, **options):
+    """Train a small model with these options, and write it."""
+    model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXT.splitlines()),
         model_writer=model,
@@ -128,9 +133,10 @@ def llama2_file(tmp_path_factory):
         model_type="bpe",
         byte_fallback=True,
         minloglevel=2,
+        **options,
     )
-    path.write_bytes(model.getvalue())
-    return path
+    (folder / "tokenizer.model").write_bytes(model.getvalue())
+    return folder / "tokenizer.model"
 
 
 def check_against_plain(tokenizer, text, split):
@@ -203,6 +209,16 @@ def test_llama2_equals_sentencepiece(llama2_file):
             theirs.encode(text)
         )
     assert ours.eod == theirs.eos_id() and ours.vocab_size == theirs.vocab_size() == 350
+
+
+@pytest.mark.parametrize("bos, eos, unk", [(1, 2, 0), (0, 1, 2), (1, 0, 2), (-1, 0, 1)])
+def test_special_pieces_of_sentencepiece_have_any_ids(tmp_path, bos, eos, unk):
+    """As of T5 and Gemma. Only in a text that may hold them do their names become ids."""
+    ours = load_tokenizer(f"llama2:{sentencepiece_file(tmp_path, bos_id=bos, eos_id=eos, unk_id=unk)}")
+    assert (ours.bos, ours.eod) == (None if bos < 0 else bos, eos)
+    assert ours.special == {"</s>": eos} | ({} if bos < 0 else {"<s>": bos})
+    ids = ours.encode("<s>the</s>", special=True)
+    assert ids[-1] == eos and (ids[0] == bos) == (bos >= 0) and eos not in ours.encode("<s>the</s>")
 
 
 @given(text=any_text)
@@ -345,16 +361,5 @@ def test_a_file_that_cannot_be_read_is_an_error(gpt2_folder, monkeypatch):
 
 
 def test_a_sentencepiece_model_without_an_end_is_an_error(tmp_path):
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXT.splitlines()),
-        model_writer=model,
-        vocab_size=350,
-        model_type="bpe",
-        byte_fallback=True,
-        eos_id=-1,
-        minloglevel=2,
-    )
-    (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
     with pytest.raises(ValueError, match="has no end-of-sentence piece"):
-        load_tokenizer(f"llama2:{tmp_path / 'tokenizer.model'}")
+        load_tokenizer(f"llama2:{sentencepiece_file(tmp_path, eos_id=-1)}")

@@ -138,9 +138,11 @@ def test_a_round_that_no_supervisor_wrote_is_named(text):
 
 
 def test_a_rank_without_a_supervisor_and_of_one_begins():
-    assert Startup({}, None, 0.0, 1.0).parts.keys() == {"start_seconds", "import_seconds"}
+    """Its start begins when the supervisor's part ends; without one there is none before its first line."""
+    assert Startup({}, None, 10.0, 12.0).parts == {"start_seconds": 0.0, "import_seconds": 2.0}
     round_ = {"MINITRON_ROUND": '{"round": 2, "gather_seconds": 1.5, "at": 9.0}'}
-    assert Startup(round_, None, 0.0, 1.0).parts["gather_seconds"] == 1.5
+    parts = {"round": 2, "gather_seconds": 1.5, "start_seconds": 1.0, "import_seconds": 2.0}
+    assert Startup(round_, None, 10.0, 12.0).parts == parts
 
 
 def test_threads_that_wait_sleep_soon_unless_the_user_has_said_how_they_wait(monkeypatch):

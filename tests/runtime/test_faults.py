@@ -128,6 +128,32 @@ def test_many_ranks_are_cut_short():
     assert watch.listed(range(100), at_most=2) == "ranks 0, 1, ... (100 in all)"
 
 
+@pytest.mark.parametrize(
+    "seconds, action, limit",
+    [(100.0, "data", 100.0), (100.0, "datasets", 21600.0), (100.0, "load", 21600.0), (3e4, "checkpoint", 3e4)],
+)
+def test_a_hang_is_reported_once_and_ends_a_rank_in_time_for_the_others(monkeypatch, seconds, action, limit):
+    idle, said, ends = [limit], [], []
+    mesh, log = Mesh.offline(), SimpleNamespace(alarm=said.append)
+    listener = SimpleNamespace(exit_within=lambda *end: ends.append(end), tell_torchrun=lambda *why: said.append(why))
+    monkeypatch.setattr(Activity, "idle", lambda _: idle[0])
+    mesh.activity.begin(action)
+    seen = watch._Watch(mesh, log, seconds, listener, Signer())
+    seen.check()
+    assert not said and not ends and not seen.hangs
+    idle[0] = limit + 0.5
+    seen.check()
+    seen.check()
+    assert seen.hangs and ends == [(seen.grace, watch.HUNG)]
+    (line, status), text = said
+    assert status == watch.HUNG and "has not moved" in line and action in text and "test_faults.py" in text
+
+
+@pytest.mark.parametrize("seconds, grace", [(0.2, 2.0), (20.0, 2.0), (100.0, 10.0), (600.0, 30.0)])
+def test_reports_of_others_get_a_tenth_of_the_time_of_a_hang_within_limits(seconds, grace):
+    assert watch._Watch(Mesh.offline(), None, seconds, Listener({}), Signer()).grace == grace
+
+
 @pytest.mark.parametrize("action, hangs", [("checkpoint", False), ("load", False), ("datasets", False), ("data", True)])
 def test_a_slow_disk_is_no_hang(action, hangs, monkeypatch, capsys):
     ends = []
@@ -194,6 +220,17 @@ def counted(store):
     return SimpleNamespace(
         add=store.add, compare_set=lambda *words: count.append(words) or compare_set(*words), swaps=count
     )
+
+
+def test_a_gate_passes_so_many_steps_and_closes_once():
+    """This comes first: if the store does not change, the others wait for long."""
+    store = counted(dist.HashStore())
+    gate = stop_module.StopGate(SignedStore(store, Signer()))
+    assert [gate.next(2) for _ in range(3)] == [0] * 3 and gate.seen == "4" and len(store.swaps) == 3
+    gate.close(15)
+    assert len(store.swaps) == 4 and [gate.next() for _ in range(3)] == [0, 15, 15] and gate.seen == "5 15"
+    gate.close(10)
+    assert gate.next() == 15 and len(store.swaps) == 5
 
 
 @pytest.mark.parametrize("most", [1, 7])  # steps that a rank takes in a second: at most
@@ -403,7 +440,15 @@ def test_whoever_was_told_to_end_and_waits_for_the_dead_gives_up(stop, capsys, m
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(1.5)
     assert not stop.ends  # still at its own work
+    monkeypatch.setattr(stop_module, "PATIENCE_SECONDS", 1e6)
     stop.mesh.activity.begin(action)
+    stop._on_tick()
+    assert not stop.ends  # it may still move
+    stop.step_seconds = 1e6
+    monkeypatch.setattr(stop_module, "PATIENCE_SECONDS", 0.0)
+    stop._on_tick()
+    assert not stop.ends  # its steps take long
+    stop.step_seconds = 0.0
     eventually(lambda: stop.ends)
     assert "got SIGTERM and has not moved for" in capsys.readouterr().err
     stop.mesh.activity.begin("checkpoint")
@@ -542,6 +587,7 @@ def test_only_torchrun_s_orphans_end(monkeypatch, capfd, environ, ends):
         listener.parent = -1
         with listener.every_second(lambda: looks.append(0)):
             eventually(lambda: len(looks) > 2)
+        assert not listener.checks  # which may have ended the process for what is over
     eventually(lambda: all(thread.name != "signals" for thread in threading.enumerate()))  # while _exit is patched
     assert (statuses[:1] == [LOST]) == ends
     assert ("torchrun, which started this rank, has died" in capfd.readouterr().err) == ends

@@ -87,6 +87,13 @@ def test_a_line_of_several_steps_has_their_mean_rate(form, rate):
     assert len({re.search(rate, line)[1] for line in (uneven[0], even[0], one)}) == 1
 
 
+def test_a_line_of_steps_of_several_sizes_has_their_samples_by_their_time():
+    its = [replace(STEP, batch_size=size, seconds=seconds) for size, seconds in ((4, 1.0), (16, 2.0), (4, 3.0))]
+    line = Line(tuple(its), 10, {"hardware": 1.0}, datetime.now(), 3, 6.0)
+    assert (line.samples_per_second, line.seconds) == (24 / 6.0, 2.0)
+    assert "(s): 2.0000 |" in forms.megatron(line) and "samples per second: 4.000 |" in forms.megatron(line)
+
+
 def test_megatron_line_feeds_jube():
     """The three patterns of the JUBE job, as they are there with JUBE's $jube_pat_int and $jube_pat_fp."""
     integer, number = r"([+-]?\d+)", r"([+-]?\d*\.?\d+(?:[eE][-+]?\d+)?)"
@@ -527,6 +534,7 @@ def test_unwritable_directory(tmp_path):
 
 def test_warnings_and_errors_of_all_ranks_are_in_one_file(tmp_path, capsys, recwarn):
     cfg, shown = cli.load([f"log.dir={tmp_path}"]), warnings.showwarning
+    first_line = Path(__file__).read_text().splitlines()[0]
     with Log(cfg, 0, 2) as log:
         log.info("all is well")
     assert not (tmp_path / "errors.log").exists()
@@ -534,7 +542,7 @@ def test_warnings_and_errors_of_all_ranks_are_in_one_file(tmp_path, capsys, recw
         with pytest.raises(ZeroDivisionError), Log(cfg, rank, 2) as log:
             log.alarm(f"{rank} has not moved", "Traceback of it")
             log.warn("the save failed")
-            warnings.warn_explicit("deprecated", UserWarning, "file.py", 7)
+            warnings.warn_explicit("deprecated", UserWarning, __file__, 1)
             1 / 0
         with pytest.raises(SystemExit), Log(cfg, rank, 2), cli.user_errors():
             raise ValueError(f"a mistake,\nof rank {rank}")
@@ -544,7 +552,7 @@ def test_warnings_and_errors_of_all_ranks_are_in_one_file(tmp_path, capsys, recw
     for rank in (0, 1):
         for pattern in (
             rf"{rank} has not moved\nTraceback of it\n",
-            r"file.py:7: UserWarning: deprecated\n",
+            rf"{re.escape(__file__)}:1: UserWarning: deprecated\n  {re.escape(first_line)}\n",
             r"Traceback [^\0]*\nZeroDivisionError: division by zero\n",
             rf"error: a mistake, of rank {rank}\n",
         ):
@@ -671,6 +679,42 @@ def test_messages_that_a_rank_s_log_has_lost_are_counted_there(tmp_path, capsys)
         "another traceback",
     ]
     assert capsys.readouterr().err.splitlines() == ["first", "second", "its traceback", "third", "fourth"]
+
+
+class Flaky(io.FileIO):
+    """A file on a disk with room for some bytes, three of them at once. It cannot be cut the next `stuck` times."""
+
+    room = stuck = 0
+
+    def write(self, data):
+        if not Flaky.room:
+            raise OSError(errno.ENOSPC, "full")
+        Flaky.room -= (written := super().write(data[: min(3, Flaky.room)]))
+        return written
+
+    def truncate(self, size=None):
+        if Flaky.stuck:
+            Flaky.stuck -= 1
+            raise OSError(errno.EIO, "stuck")
+        return super().truncate(size)
+
+
+def test_a_file_has_whole_records_however_writes_and_cuts_fail(tmp_path, monkeypatch):
+    monkeypatch.setattr(sinks, "append_to", lambda path: Flaky(path, "ab"))
+    file, written, lost = File(path := tmp_path / "file"), [], 0
+    for room in (100, 0, 1, 3, 4, 9):
+        for stuck in range(4):
+            Flaky.room, Flaky.stuck = room, stuck
+            for record in f"{room} {stuck} first\n", "second\n", "third\n", "fourth\n", "fifth\n":
+                try:
+                    file.write(record)
+                    written, lost = [*written, record], 0
+                except OSError:
+                    lost += 1
+                    Flaky.room = 100
+                assert file.lost == lost
+    file.close()
+    assert path.read_text() == "".join(written) and {"fifth\n", "100 0 first\n"} <= {*written}
 
 
 def test_a_file_that_became_shorter_meanwhile_is_not_filled_up(tmp_path):

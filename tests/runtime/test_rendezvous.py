@@ -1,8 +1,10 @@
 """Starts of the same ranks that share one store: each has a number of its own, whoever died before."""
 
 import os
+import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
@@ -24,6 +26,39 @@ def starts_of(store, world, secret=""):
         numbers, nonces = zip(*(future.result() for future in (first, *others)))
         assert len(set(nonces)) == 1
         return list(numbers)
+
+
+@pytest.mark.parametrize("secret", ["", "secret"])
+def test_what_ranks_write_in_the_store_is_there(secret):
+    """This comes first: if a message does not arrive, other tests wait for long."""
+    store = SignedStore(dist.HashStore(), Signer(secret, "job"))
+    for text in "1", "2":
+        store.append("lines", text)
+    assert store.lines("lines") == ["1", "2"] and store.add("count", 2) == 2 == store.add("count", 0)
+    assert not store.has("key")
+    store.set("key", "a b")
+    assert store.has("key") and store.get("key") == "a b"
+    assert store.compare_set("key", "a", "c") == "a b" and store.compare_set("key", "a b", "c") == "c"
+    assert store.compare_set("new", "", "d") == "d" == store.get("new") and store.get("key") == "c"
+
+
+@pytest.mark.parametrize("failures, resolves", [(0, True), (5, True), (10**9, False)])
+def test_a_name_is_looked_up_until_it_resolves_or_the_time_is_over(monkeypatch, failures, resolves):
+    """Each look-up takes a second of a clock that only waits move."""
+    now, asked = [100.0], []
+
+    def look_up(host, port):
+        asked.append(host)
+        now[0] += 1.0
+        if len(asked) <= failures:
+            raise socket.gaierror("unknown")
+
+    monkeypatch.setattr(rendezvous, "monotonic", lambda: now[0])
+    monkeypatch.setattr(rendezvous, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    monkeypatch.setattr(rendezvous.socket, "getaddrinfo", look_up)
+    with nullcontext() if resolves else pytest.raises(socket.gaierror):
+        rendezvous._resolve("node", 60.0)
+    assert asked == ["node"] * (failures + 1 if resolves else 31)  # each second one more is waited
 
 
 def test_the_dead_of_earlier_starts_do_not_count():

@@ -17,6 +17,7 @@ import pytest
 
 from minitron import pretrain
 from minitron.config import cli
+from minitron.runtime import sinks
 from minitron.runtime.log import Log
 from minitron.runtime.log_formats import Iteration
 from ports import free_port
@@ -77,7 +78,7 @@ def records(path):
 
 
 def read(folder):
-    """(id, project, configuration, rows of history, exit code) of each run in log.dir/wandb, oldest first."""
+    """(id, project, configuration, history, exit code, steps of metrics) of each run in log.dir/wandb, oldest first."""
     return [whole(path) for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"))]
 
 
@@ -85,7 +86,7 @@ def whole(path, patience=600.0):
     """Read what W&B's own process writes, and on a busy machine goes on writing after it has said that it has ended."""
     deadline, code = time.monotonic() + patience, None
     while code is None and time.monotonic() < deadline:
-        config, history, run = {}, [], None
+        config, history, steps, run = {}, [], {}, None
         for record in records(path):
             match record.WhichOneof("record_type"):
                 case "run":
@@ -95,10 +96,12 @@ def whole(path, patience=600.0):
                 case "history":
                     items = record.history.item
                     history.append({item.key or item.nested_key[-1]: json.loads(item.value_json) for item in items})
+                case "metric":
+                    steps[record.metric.name or record.metric.glob_name] = record.metric.step_metric
                 case "exit":
                     code = record.exit.exit_code
         time.sleep(0.1 * (code is None))
-    return run.run_id, run.project, config, history, code
+    return run.run_id, run.project, config, history, code, steps
 
 
 def test_wandb_has_the_record_and_the_configuration(wandb, tmp_path):
@@ -108,8 +111,8 @@ def test_wandb_has_the_record_and_the_configuration(wandb, tmp_path):
         log.iteration(replace(STEP, step=3, loss=4.0))
         log.iteration(replace(STEP, step=4, loss=float("nan")))
         log.evaluation(4, 3.5)
-    ((_, project, config, history, code),) = read(tmp_path / "run")
-    assert project == "my-project" and code == 0
+    ((_, project, config, history, code, steps),) = read(tmp_path / "run")
+    assert project == "my-project" and code == 0 and steps["*"] == "step"
     assert {key: config[key] for key in asdict(cfg)} == json.loads(json.dumps(asdict(cfg)))
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in history] == [3, 4, 4]
@@ -210,6 +213,16 @@ def test_prometheus_binds_the_address_that_is_named():
         assert ask(port) == {}
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.2", port), timeout=30)
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /metrics HTTP/1.0\r\n"])
+def test_a_client_that_asks_for_nothing_does_not_keep_others_from_their_page(monkeypatch, sent):
+    pytest.importorskip("prometheus_client")
+    monkeypatch.setattr(sinks._Server, "ANSWER_SECONDS", 0.05)
+    port = free_port()
+    with Log(cli.load([f"log.prometheus={port}"]), 0, 1), socket.create_connection(("127.0.0.1", port), 30) as idle:
+        idle.sendall(sent)
+        assert idle.recv(1) == b""  # its time is over
 
 
 @pytest.mark.slow
