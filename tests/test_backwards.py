@@ -151,6 +151,21 @@ def test_an_mlp_keeps_little_in_its_backward(name):
 
 
 @activations
+@pytest.mark.parametrize("frozen", [None, "up", "down"])
+@pytest.mark.parametrize("remade", [False, True])
+def test_an_mlp_keeps_what_its_weights_need(name, remade, frozen):
+    """A weight's gradient needs the layer's input, unless that is recomputed; the activation's gradient needs inner."""
+    layers, x, kept = two_layers(name), randn(S, B, H).requires_grad_(), []
+    up, down = layers
+    for layer_name, layer in zip(("up", "down"), layers):
+        layer.requires_grad_(layer_name != frozen)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
+        mlp(x, up.op, down.op, ACTIVATIONS[name], x.detach if remade else None)
+    inputs = [(S * B, H)] * (frozen != "up") + [(S * B, F)] * (frozen != "down")
+    assert kept == [(S * B, len(up.weight)), *([] if remade else inputs)]
+
+
+@activations
 @pytest.mark.parametrize("frozen", ["up", "down"])
 def test_mlp_with_a_frozen_weight(name, frozen):
     """What the other weight's gradient needs is kept all the same."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minitron.comm.activity import Activity
+from minitron.comm.activity import Activity, Progress
 from minitron.comm.mesh import AXES, Mesh, _data_ranks_of_a_node, offline_axes
 from minitron.planner.dryrun.dryrun import fake_world
 
@@ -156,9 +156,13 @@ def test_a_world_of_one_needs_no_groups(ranks):
     assert coords == coordinates(Mesh.offline()) and set(sums.values()) == {1}
 
 
-def test_device(ranks):
+def test_device(monkeypatch):
     assert Mesh.offline(device="meta").device == torch.device("meta")
     assert Mesh.offline().device == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(Progress, "of", lambda device: None)
+    assert Mesh.offline(device="cuda").device == torch.device("cuda", 3)
+    assert Mesh.offline(device="cuda:1").device == torch.device("cuda", 1)
 
 
 def test_a_world_that_the_axes_do_not_divide_is_refused(ranks):

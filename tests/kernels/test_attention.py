@@ -10,7 +10,7 @@ import torch
 from attention_twin import allowed_pairs, attend_with_grads, random_block, run_backend, run_backend_in_two_blocks
 from minitron.config import cli
 from minitron.kernels import kernels
-from minitron.kernels.attention import CUDNN, FLASH_CPU, FLASH_CUDA, REFERENCE, choose
+from minitron.kernels.attention import CUDNN, FLASH_CPU, FLASH_CUDA, REFERENCE, Options, choose
 from minitron.kernels.rng import AttentionDropout
 from minitron.testing import assert_close_rel
 
@@ -86,6 +86,52 @@ def test_calls_of_cuda_kernels_fit_their_schemas(backend):
     assert {name: x.shape for name, x in actual.items()} == dict(
         out=q.shape, lse=q.shape[:3], dq=q.shape, dk=k.shape, dv=v.shape
     )
+
+
+class FlashAttn:
+    """Stands in for the package flash-attn: its interface of [b, s, n, d], without default values, and plain formulas.
+
+    It keeps whether each backward had to be deterministic.
+    """
+
+    def __init__(self):
+        self.deterministic = []
+
+    def _flash_attn_forward(self, q, k, v, *, softmax_scale, causal, return_softmax, **off):
+        self.check(off)
+        tensors = (x.transpose(1, 2) for x in (q, k, v))
+        out, lse, _ = REFERENCE.forward(*tensors, Options(causal, softmax_scale))
+        return out.transpose(1, 2), lse, None, "generator"
+
+    def _flash_attn_backward(
+        self, dout, q, k, v, out, lse, dq, dk, dv, *, softmax_scale, causal, deterministic, rng_state, **off
+    ):
+        self.check(off)
+        assert rng_state == "generator" and lse.is_contiguous()
+        self.deterministic.append(deterministic)
+        tensors = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+        grads = REFERENCE.backward(*tensors, lse, None, Options(causal, softmax_scale))
+        for into, grad in zip((dq, dk, dv), grads):
+            into.copy_(grad.transpose(1, 2))
+
+    def check(self, off):
+        assert off == dict(dropout_p=0.0, window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None)
+
+
+def test_flash_attn_is_called_by_its_interface(monkeypatch):
+    package = FlashAttn()
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", package)
+    backend = choose("flash-attn", "cuda", torch.bfloat16, 16)
+    for sq, sk, causal in (37, 37, True), (40, 24, False):
+        dout, q, k, v = random_block(sq, sk)
+        allowed = torch.from_numpy(allowed_pairs(sq)) if causal else torch.ones(sq, sk, dtype=torch.bool)
+        check(run_backend(backend, dout, q, k, v, causal), attend_with_grads(dout, q, k, v, allowed), torch.float32)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    dout, q, k, v = random_block(48, 48)
+    expected = attend_with_grads(dout, q, k, v, torch.from_numpy(allowed_pairs(48)))
+    check(run_backend_in_two_blocks(backend, dout, q, k, v), expected, torch.float32)
+    assert package.deterministic == [False, False, True, True, True]
 
 
 def test_auto_takes_the_fastest_that_fits():

@@ -25,11 +25,12 @@ from minitron.kernels.fp8_scales import (
     scale_of,
 )
 from minitron.kernels.fp8_torch import Operand
-from minitron.kernels.gemm import Gemm
+from minitron.kernels.gemm import Activation, Gemm
 from minitron.kernels.kernels import Kernels, choose_fp8
 from minitron.kernels.param import GradSlot
 from minitron.parallel.layer_context import LayerContext
 from minitron.parallel.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
+from minitron.parallel.mlp import mlp
 from minitron.parallel.overlap import ProcessGroupComm
 from minitron.testing import assert_close_rel
 from minitron.train import build
@@ -111,8 +112,12 @@ def test_a_given_scale_saturates_and_notes_the_magnitude(role, limit):
 # ---- products and communication -----------------------------------------------------------------------------------
 
 
-def two_layers(recipe, tp, by, sequence_parallel, recompute):
-    """column -> row on one rank: y, dx, and the two weight gradients."""
+IDENTITY = Activation(lambda x: x, lambda dy, *_: (dy, None))
+GELU = Activation(plain.gelu_forward, plain.gelu_backward)
+
+
+def two_layers(recipe, tp, by, sequence_parallel, recompute, as_mlp=False):
+    """column -> row on one rank, or as_mlp with GELU between them: y, dx, and the two weight gradients."""
     mesh = Mesh.create(tp=tp)
     layout = LayerContext(by(mesh.tp), dtype=torch.bfloat16)
     assert layout.sequence_parallel is sequence_parallel
@@ -126,14 +131,18 @@ def two_layers(recipe, tp, by, sequence_parallel, recompute):
     part = (lambda t: t.chunk(tp)[mesh.tp.rank]) if sequence_parallel else (lambda t: t)
     x, dy = part(randn("x", S * B // 2, 2, H)).clone().requires_grad_(), part(randn("dy", S * B // 2, 2, H))
     for _ in range(2):  # the second backward adds to the first's gradients
-        inner = column(x, (lambda: x.detach()) if recompute else None)
-        y = row(inner, (lambda: inner.detach()) if recompute else None)
+        again = (lambda: x.detach()) if recompute else None
+        if as_mlp:
+            y = mlp(x, column.op, row.op, GELU, again)
+        else:
+            inner = column(x, again)
+            y = row(inner, (lambda: inner.detach()) if recompute else None)
         x.grad = None
         y.backward(dy)
     return y.detach(), x.grad, column.weight.slot.main_grad / 2, row.weight.slot.main_grad / 2
 
 
-def plain_two_layers(recipe, tp):
+def plain_two_layers(recipe, tp, activation=IDENTITY):
     """The same on whole tensors in float32, from casts as the design says they are made."""
     backend = choose_fp8(precision(recipe), CPU)
     cast = lambda t, role: backend.cast(t.bfloat16(), role, Axis.single(), (None, None), columnwise=True)
@@ -141,9 +150,10 @@ def plain_two_layers(recipe, tp):
     y, dx, dw1, dw2 = 0, 0, [], []
     for w1, w2 in zip(randn("w1", F, H).chunk(tp), randn("w2", H, F).chunk(tp, 1)):
         w1, w2 = cast(w1, "weight"), cast(w2, "weight")
-        inner = cast(values(x) @ values(w1).t(), "x")
+        before = (values(x) @ values(w1).t()).bfloat16()
+        inner = cast(activation.forward(before), "x")
         y = y + (values(inner) @ values(w2).t()).bfloat16()
-        dinner = cast(values(dy) @ values(w2, True), "dy")
+        dinner = cast(activation.backward((values(dy) @ values(w2, True)).bfloat16(), before)[0], "dy")
         dx = dx + (values(dinner) @ values(w1, True)).bfloat16()
         dw1.append(values(dinner, True).t() @ values(x, True))
         dw2.append(values(dy, True).t() @ values(inner, True))
@@ -161,12 +171,14 @@ def plain_two_layers(recipe, tp):
         (2, Pieces, True, False),
     ],
 )
-def test_linear_layers(ranks, recipe, tp, by, sequence_parallel, recompute):
-    results = ranks(tp, two_layers, recipe, tp, by, sequence_parallel, recompute)
+@pytest.mark.parametrize("as_mlp", [False, True], ids=["linear", "mlp"])
+def test_linear_layers(ranks, recipe, tp, by, sequence_parallel, recompute, as_mlp):
+    results = ranks(tp, two_layers, recipe, tp, by, sequence_parallel, recompute, as_mlp)
     whole = lambda i: torch.cat([r[i] for r in results]) if sequence_parallel else results[0][i]
     actual = whole(0), whole(1), torch.cat([r[2] for r in results]), torch.cat([r[3] for r in results], 1)
     # A sum in another order rounds another way to bf16 (2^-9), and now and then to another FP8 value (2^-4 or 2^-3).
-    for name, mine, twin in zip(("y", "dx", "dw1", "dw2"), actual, plain_two_layers(recipe, tp)):
+    expected = plain_two_layers(recipe, tp, GELU if as_mlp else IDENTITY)
+    for name, mine, twin in zip(("y", "dx", "dw1", "dw2"), actual, expected):
         assert_close_rel(mine.float(), twin.float(), 6e-3, name)
 
 
@@ -181,9 +193,9 @@ def test_products_are_near_the_exact_ones(recipe):
 # ---- delayed scaling ----------------------------------------------------------------------------------------------
 
 
-def histories(magnitudes, mesh_shape):
-    """Scales after each step, on one of tp x dp ranks whose x have their own magnitudes [steps][ranks]."""
-    mesh = Mesh.create(tp=mesh_shape[0])
+def histories(magnitudes, layout):
+    """Scales after each step, on one of the ranks whose x have their own magnitudes [steps][ranks]."""
+    mesh = Mesh.create(**layout)
     state = state_of("delayed", mesh)
     gemm, scales = state.gemm(0), []
     for step in magnitudes:
@@ -194,7 +206,8 @@ def histories(magnitudes, mesh_shape):
     return scales, gemm.history[:, 0].clone()
 
 
-def test_scales_follow_the_largest_of_the_last_steps_on_all_ranks(ranks):
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"cp": 2}], ids=str)
+def test_scales_follow_the_largest_of_the_last_steps_on_all_ranks(ranks, layout):
     steps = 2 * HISTORY + 3
     magnitudes = torch.exp2(torch.randint(-6, 7, (steps, 4), generator=torch.Generator().manual_seed(1))).tolist()
     magnitudes[1][2] = 2.0**9  # above all others: the scale shows in which step it leaves the history
@@ -202,9 +215,21 @@ def test_scales_follow_the_largest_of_the_last_steps_on_all_ranks(ranks):
     tops = [max(row) for row in magnitudes]
     tops[20] = tops[19]
     expected = [448 / max(tops[max(0, i - HISTORY + 1) : i + 1]) for i in range(steps)]
-    for scales, history in ranks(4, histories, magnitudes, (2,)):
+    for scales, history in ranks(4, histories, magnitudes, layout):
         assert scales == expected
         assert history.tolist() == tops[: -HISTORY - 1 : -1]
+
+
+@recipes
+def test_the_other_recipes_take_no_scale_from_earlier_steps(recipe):
+    state = state_of(recipe, Mesh.offline())
+    gemm, scales = state.gemm(0), []
+    for top in 1.0, 2.0, 8.0:
+        x = torch.full((128, 128), top).bfloat16()
+        scales.append(float(gemm.quantize(x, columnwise=True, update_history=True).rowwise_scale.max()))
+        Fp8States([state]).end_step()
+    assert (gemm.history is not None) == (recipe == "delayed")
+    assert [scale / scales[0] for scale in scales] == ([1, 1, 2] if recipe == "delayed" else [1, 2, 8])
 
 
 def test_a_tensor_of_zeros_has_scale_one():

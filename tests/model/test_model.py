@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -11,15 +12,19 @@ import torch.nn.functional as F
 import transformers
 
 from layouts import GPT3, LLAMA, QWEN, config, train_steps, whole_model
-from minitron.comm.mesh import Mesh
+from minitron.comm.mesh import Axis, Mesh
 from minitron.config.schema import RopeScaling
 from minitron.data.batch import Batch
 from minitron.interop import hf_write as hf_export
+from minitron.kernels import plain
 from minitron.kernels.kernels import choose
+from minitron.kernels.param import Shard
 from minitron.kernels.rng import AttentionDropout, dropout, token_counters
 from minitron.model.gpt import GPT
 from minitron.model.init import initialise
+from minitron.model.layers import Norm, rope_frequencies, rope_tables, split_heads
 from minitron.parallel.layer_context import LayerContext, make_layer_context
+from minitron.parallel.overlap import ProcessGroupComm
 from minitron.parallel.tiles import as_documents
 from minitron.testing import assert_close_rel
 from test_invariance import assert_equals_one_process, axes
@@ -207,6 +212,39 @@ def train_as_if_all_ranks_had_all_heads(cfg):
 
     with mock.patch.object(LayerContext, "parameter", whole):
         return train_steps(cfg)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_gradients_of_parts_are_summed_over_tp(sequence_parallel):
+    """Each rank has its tokens' part, under sequence parallelism, or its heads' part."""
+    context = LayerContext(ProcessGroupComm(Axis("tp", 0, 2, (0, 1)), sequence_parallel=sequence_parallel))
+    alone = LayerContext(ProcessGroupComm(Axis.single(), sequence_parallel=sequence_parallel))
+    for options, summed in (
+        ({}, sequence_parallel),
+        ({"whole_sequence": True}, False),
+        ({"per_head": True}, True),
+        ({"shard": Shard(0, context.axis, (8,))}, False),
+    ):
+        assert context.parameter((8,), **options).spec.sum_over_tp == summed, options
+        assert not alone.parameter((8,), **options | {"shard": None}).spec.sum_over_tp
+    for bias, per_head in itertools.product((True, False), repeat=2):
+        norm = Norm(8, 1e-5, context, bias=bias, per_head=per_head)
+        assert norm.weight.spec.sum_over_tp == (sequence_parallel or per_head)
+        assert norm.bias is None or norm.bias.spec.sum_over_tp == sequence_parallel
+
+
+def test_heads_of_a_width_that_the_kernel_has_not_are_split_by_plain_torch():
+    calls = []
+    fused = SimpleNamespace(
+        split_heads=lambda *args: calls.append(args[0].shape) or plain.split_heads(*args),
+        split_heads_backward=lambda *args: calls.append("backward") or plain.split_heads_backward(*args),
+    )
+    for width, by_kernel in (16, True), (24, False), (32, True):
+        calls.clear()
+        qkv = torch.randn(17, 2, 4, width, requires_grad=True)
+        rope = rope_tables(torch.arange(17)[:, None], rope_frequencies(width, 100.0, None))
+        sum(x.sum() for x in split_heads(qkv.clone(), (2, 1, 1), rope, fused)).backward()
+        assert calls == [qkv.shape, "backward"] * by_kernel
 
 
 def test_a_parameter_of_each_head_that_does_not_say_so_is_found(ranks):

@@ -80,6 +80,7 @@ def counted(x: torch.Tensor, backend=TorchFp8(), role: str = "x", scale=None, ti
     """The row of a tensor's counts, in the middle of others."""
     counts = CastCounts(["a", "b", "c"])
     counts.sums.fill_(7.0)  # of an earlier step
+    counts.tops.fill_(1e9)
     counts.count(True)
     for _ in range(times):
         cast = backend.cast(x, role, Axis.single(), (scale, None), columnwise=False)

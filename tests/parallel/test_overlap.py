@@ -236,6 +236,49 @@ def test_one_rank_and_cpus_have_no_shared_memory():
         assert not chosen(size, "cuda:0", overlap_tp=False).overlap
 
 
+HERE, NEXT = ("a", 4), ("a", 5)  # hosts and their GPUs
+
+
+@pytest.mark.parametrize(
+    "places, unreachable, others, expected",
+    [
+        ([HERE, NEXT], [], True, True),
+        ([HERE, NEXT], [(5, 4), (4, 4), (5, 5)], True, True),  # each rank tests its own direction
+        ([HERE, NEXT], [(4, 5)], True, False),
+        ([HERE, NEXT], [], False, False),
+        ([HERE, HERE], [], True, False),
+        ([HERE, ("b", 5)], [], True, False),
+        ([HERE, NEXT, ("a", 6), ("a", 7)], [], True, True),
+        ([HERE, NEXT, ("a", 6), ("a", 7)], [(4, 7)], True, False),
+        ([HERE, NEXT, ("b", 4), ("b", 5)], [], True, False),
+    ],
+)
+def test_peers_are_gpus_of_one_host_that_reach_each_other_from_every_rank(
+    monkeypatch, places, unreachable, others, expected
+):
+    axis = Axis("tp", 0, len(places), tuple(range(len(places))), group=object())
+    make, asked = torch.tensor, []
+
+    def gathered(mine, axis, device):
+        asked.append(mine)
+        return [list(place) for place in places]
+
+    def reduced(x, op, group):
+        assert op == dist.ReduceOp.MIN and group is axis.group
+        x.mul_(int(others))
+
+    monkeypatch.setattr(shared_memory, "gather_json", gathered)
+    monkeypatch.setattr(shared_memory.socket, "gethostname", lambda: "a")
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) not in unreachable)
+    monkeypatch.setattr(torch, "tensor", lambda x, dtype, device: make(x, dtype=dtype))
+    monkeypatch.setattr(dist, "all_reduce", reduced)
+    assert shared_memory.can_access_peers(axis, torch.device("cuda", 4)) is expected
+    assert asked == [HERE]
+    for alone in (dataclasses.replace(axis, group=None), Axis.single()):
+        assert not shared_memory.can_access_peers(alone, torch.device("cuda", 4))
+    assert not shared_memory.can_access_peers(axis, CPU) and asked == [HERE]
+
+
 def test_only_a_power_of_two_of_ranks_takes_shared_memory():
     shared = ProcessGroupComm(Axis.single())
     with (

@@ -99,9 +99,15 @@ def test_the_device_s_place_is_the_first_action_it_has_not_finished():
     words.copy_(device)
     assert activity.progress.unfinished() == "through with all actions"
     activity.begin_step(8)
+    assert device.tolist() == [8, 0]
+    activity.begin("gather")
+    activity.ended()
     with activity.recording():
         activity.ended()
     activity.replay([Forward(0, 0), "update"])
+    words.copy_(torch.tensor([8, 0]))
+    assert activity.progress.unfinished() == "not through with step 8, gather"
+    words[1] += 1
     assert activity.progress.unfinished() == "not through with step 8, Forward(mb=0, chunk=0)"
 
 
@@ -126,6 +132,7 @@ def test_nccl_operations_that_did_not_end_are_named(monkeypatch):
 def test_many_ranks_are_cut_short():
     assert watch.listed([3]) == "rank 3" and watch.listed(range(3)) == "ranks 0, 1, 2"
     assert watch.listed(range(100), at_most=2) == "ranks 0, 1, ... (100 in all)"
+    assert watch.listed(range(2), at_most=2) == "ranks 0, 1"
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,22 @@ def test_pauses_do_not_count():
     assert reading == (13 - 10) + (27 - 20) + (101 - 100)
 
 
+def test_the_host_s_clock_is_read_to_the_nanosecond(monkeypatch):
+    """Less the time in which the thread was ready and did not run."""
+    watch, reading = Stopwatch(CPU, None), torch.full((), 7)
+    watch.read_into(reading)
+    assert reading == 0
+    clock, delays = iter([100, 130, 150, 165]), iter([0, 4, 4, 5])
+    monkeypatch.setattr("time.perf_counter_ns", lambda: next(clock))
+    monkeypatch.setattr(watch, "_delayed", lambda: next(delays))
+    watch.begin()
+    watch.pause()
+    watch.resume()
+    watch.end()
+    watch.read_into(reading)
+    assert reading == (130 - 100 - 4) + (165 - 150 - 1)
+
+
 def waits_of_a_rank():
     """What each of 2 ranks times of messages and a sum for which rank 0 comes late, in seconds."""
     from minitron.comm.collectives import all_reduce_
