@@ -271,6 +271,13 @@ def test_an_evaluation_of_a_base_or_of_an_earlier_checkpoint(run, tmp_path, caps
     assert " validation loss at iteration 4 |" in out and f"{last['loss']:.6E}" not in out
 
 
+def test_an_evaluation_may_be_of_other_data_than_the_runs(run, capsys):
+    pretrain.main([*PHASES, RAMP, f"checkpoint.dir={run / 'saves'}", "train.seed=5", "--evaluate"])
+    out = capsys.readouterr().out
+    assert " validation loss at iteration 7 |" in out
+    assert f"{records_in(run)['eval'][0]['loss']:.6E}" not in out
+
+
 def test_an_evaluation_may_be_on_other_data_than_the_run(run, capsys):
     """The seed is that of the samples; a run that goes on must keep it."""
     (own,), words = records_in(run)["eval"], [*PHASES, f"checkpoint.dir={run / 'saves'}", "train.seed=99"]

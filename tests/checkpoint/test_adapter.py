@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from layouts import LLAMA, config
 from minitron import finetune, pretrain
+from minitron.checkpoint import load
 from minitron.checkpoint.format import CheckpointError
 from minitron.config import cli, rules
 from minitron.config.schema import Config, changed
@@ -379,6 +380,13 @@ def test_an_adapter_belongs_to_its_base(bases, tmp_path):
     full = saving(tuning(bases("llama"), "sft"), tmp_path / "run")
     error = start_error(full)
     assert "finetune.kind was lora and is sft" in error and "another checkpoint.dir" in error
+
+
+def test_adapters_are_the_same_in_any_order_of_their_targets(bases):
+    one, other, fewer = (
+        load._trained(tuning(bases("llama"), targets=targets)) for targets in (("qkv", "o"), ("o", "qkv"), ("qkv",))
+    )
+    assert one == other != fewer
 
 
 @pytest.mark.parametrize("keys", [{"rank": 2}, {"rank": 5}, {"targets": ["q"]}, {"targets": ["qkv", "up"]}, {}])
