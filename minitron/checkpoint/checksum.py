@@ -70,19 +70,18 @@ def _shift(length: int) -> int:
     result, power = ONE, X
     for _ in range(3):
         power = _product(power, power)  # x^8
-    while length:
-        if length & 1:
+    for bit in range(length.bit_length()):
+        if length >> bit & 1:
             result = _product(result, power)
-        power, length = _product(power, power), length >> 1
+        power = _product(power, power)
     return result
 
 
 def _product(a: int, b: int) -> int:
     """Return a * b mod P."""
     result = 0
-    while a:  # from the coefficient of x^0 on; b is multiplied by x each time
-        if a & ONE:
+    for degree in range(32):  # b is multiplied by x each time
+        if a & ONE >> degree:
             result ^= b
-        a = a << 1 & 0xFFFFFFFF
         b = b >> 1 ^ P if b & 1 else b >> 1
     return result
