@@ -2,8 +2,8 @@
 
 A wrong schedule rarely crashes: it hangs, or it trains on the wrong tensor. Both can be read off the data:
 1. One rank alone: each microbatch runs once through each chunk, the forward before the backward, and weight gradients
-   after the backward that defers them. Every input is received before its use, and the use waits for it. An output is
-   sent once at most, after it was made.
+   after the backward that defers them. Every input is received before its use, and the use waits for it, and for no
+   later Exchange. An output is sent once at most, after it was made.
 2. Two ranks: the n-th message that one sends is the n-th that the other receives. NCCL matches by order, so a swap
    would deliver another microbatch's tensor without an error. With 1, every message is sent, received and used.
 3. All ranks: a walk completes in which every Exchange blocks until each partner has reached the matching one.
@@ -110,7 +110,7 @@ class _CheckedRank:
         return ""
 
     def _route_problem(self, op: Operation) -> str:
-        """Return why input and output are not those of the stage, or why the input is not there in time."""
+        """Return why input and output are not those of the stage, or why its wait is too short or has no end."""
         needed, made = route(op, self.rank, self.schedule.pp, self.schedule.vp)
         if op.input != needed or op.output != made:
             return f"takes {op.input} and makes {op.output} instead of {needed} and {made}"
@@ -118,6 +118,8 @@ class _CheckedRank:
             return f"its input {needed} has not been received"
         if needed is not None and op.after < self.received[needed]:
             return f"waits for {op.after} Exchanges, but its input comes with number {self.received[needed]}"
+        if op.after > self.exchanges:
+            return f"waits for {op.after} Exchanges, and only {self.exchanges} come before it"
         return ""
 
     def _post(self, exchange: Exchange) -> str:

@@ -325,6 +325,8 @@ DEFECTS = {
         "waits for 3 .*its input comes with number 4",
     ),
     "wait for itself": (1, lambda a: wait_for(a, Exchange, 2, lambda n: 3), "waits for 3 Exchanges and is number 3"),
+    "wait too long": (1, lambda a: wait_for(a, Forward, 2, lambda n: 7), r"Forward.*waits for 7 .*only 6 come before"),
+    "last wait too long": (3, lambda a: wait_for(a, Backward, -1, lambda n: 99), r"Backward.*waits for 99 Exchanges"),
     "receive dropped": (1, lambda a: without(a, "recvs"), r"rank 1, action \d Forward.*has not been received"),
     "send dropped": (
         0,
@@ -346,6 +348,12 @@ def test_check_sees(defect):
     check(schedule)
     with pytest.raises(ValueError, match=message):
         check(edit(schedule, rank, change))
+
+
+def test_no_time_is_given_for_a_step_that_does_not_end():
+    """Also if all Exchanges are over, and only rank 0's last backward waits for another."""
+    with pytest.raises(AssertionError, match="deadlocks"):
+        simulate(edit(make(4, 1, 4), 0, lambda a: wait_for(a, Backward, -1, lambda n: 99)), 1, 2)
 
 
 def test_check_sees_reordered_messages():
@@ -595,13 +603,26 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def drawn(timeline):
-    """(tooltip, number or None, left, width, top) of every box, and all other texts."""
+    """(tooltip, number or None, left, width, top) of every box, and all other texts.
+
+    A box has the row of its rank, and chunks are the darker the later they are.
+    """
     root = ElementTree.fromstring(draw_svg(timeline))
+    rows, tints = {}, {}
+    for text in root.findall(f"{SVG}text"):
+        if text.text.startswith("rank "):
+            rows.setdefault(text.text, []).append(float(text.get("y")))
     boxes = []
     for group in root.findall(f"{SVG}g"):
         box, number = group.find(f"{SVG}rect"), group.find(f"{SVG}text")
         place = [float(box.get(key)) for key in ("x", "width", "y")]
+        rank, what, chunk = re.match(r"(rank \d+): (.*) of .* chunk (\d+),", group.find(f"{SVG}title").text).groups()
+        assert any(place[2] < y < place[2] + float(box.get("height")) for y in rows[rank])
+        tints.setdefault(what, {})[int(chunk)] = sum(bytes.fromhex(box.get("fill")[1:]))
         boxes.append((group.find(f"{SVG}title").text, None if number is None else number.text, *place))
+    for by_chunk in tints.values():
+        light = [by_chunk[chunk] for chunk in sorted(by_chunk)]
+        assert light == sorted(set(light), reverse=True)
     return boxes, [text.text for text in root.findall(f"{SVG}text")]
 
 
@@ -616,7 +637,6 @@ def test_the_svg_of_a_short_step_has_a_numbered_box_for_every_operation(layout):
         assert tooltip.startswith(f"rank {event.rank}: {NAMES[type(event.action)]} of microbatch {event.action.mb} ")
         assert left == pytest.approx(boxes[0][2] + event.start * scale, abs=0.02)
         assert width == pytest.approx((event.end - event.start) * scale, abs=0.02)
-        assert top == boxes[0][4] + event.rank * (boxes[-1][4] - boxes[0][4]) / (layout[0] - 1)
     title, bubble = describe(timeline).split(", bubble ")
     assert {title, f"bubble {bubble}"} <= set(texts) and bubble.endswith(" % of the compute time")
     kinds = {NAMES[type(event.action)] for event in timeline.events}
@@ -645,6 +665,20 @@ def test_the_svg_of_a_long_step_has_its_warm_up_and_a_steady_window_with_numbers
         busy = sum(min(e.end, steady_end) - max(e.start, steady) for e in shown if e.rank == rank and e.end > steady)
         assert busy == pytest.approx(steady_end - steady)
     assert any(text.startswith("steady, ") and text.endswith(f" s of {timeline.makespan:.4g}") for text in texts)
+
+
+@settings(max_examples=100, deadline=None)
+@given(LAYOUTS, st.booleans(), st.sampled_from([(1, 2), (3, 1), (1, 9)]), st.integers(20, 60))
+def test_the_windows_of_a_step_do_not_overlap(layout, training, durations, width):
+    """Whole, in halves, or a warm-up and as much of the later step."""
+    timeline = simulate((make if training else forward_only)(*layout), *durations)
+    shown, end = windows(timeline, width, digit=1, beside=1), timeline.makespan
+    places = [x for _, *place in shown for x in place]
+    assert places == sorted(places) and places[0] == 0 and places[-1] <= end
+    if len(shown) == 1 or shown[0][0] == "first half":
+        assert places[1:] == ([end] if len(shown) == 1 else [end / 2, end / 2, end])
+    else:
+        assert places[3] - places[2] == pytest.approx(places[1])
 
 
 def test_a_step_of_two_windows_is_drawn_in_halves_and_unlike_durations_without_some_numbers():
@@ -754,7 +788,7 @@ def test_the_notation_explains_the_signs_that_are_drawn():
         assert set(re.findall("[a-zA-Z]", draw_text(timeline))) == set(letters)
         said = notation(timeline)
         assert "0a: forward" in said and "0A:" in said and "--:" in said and "..:" in said
-        assert ("0w:" in said) == ("w" in letters) and ("a to c:" in said) == ("c" in letters)
+        assert ("0w:" in said) == ("w" in letters) and ("a to c:" in said) == ("c" in letters) == (" to " in said)
     assert "0A" not in notation(simulate(forward_only(2, 1, 4), 1, 1))
 
 

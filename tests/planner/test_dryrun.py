@@ -223,7 +223,12 @@ def test_what_does_not_repeat_is_walked_in_full(monkeypatch):
 
 def test_a_thousand_microbatches_cost_as_much_as_a_few():
     cfg, begun = cli.load([str(ROOT / "configs/gpt3_13b.yaml")]), []
-    report = dry_run(cfg, 8, 4, begun.append)
+
+    def begin(action):
+        begun.append(action)
+        assert len(begun) < 1000
+
+    report = dry_run(cfg, 8, 4, begin)
     assert sum(type(action) is Forward for action, _ in report.timeline) == 1024
     assert sum(type(action) is Forward for action in begun) == 2 * cfg.parallel.pp + 6
 
@@ -489,7 +494,17 @@ def test_the_table(capsys):
         "left out: ",
     ):
         assert word in text
-    assert max(map(len, text.splitlines())) <= 120
+    assert max(map(len, text.splitlines())) <= 120 and "first steps" not in text
+    job = [str(ROOT / "configs/quickstart.yaml"), "train.micro_batch_size=4", "--dry-run", "--rank=0"]
+    run([*job, "train.batch_ramp=[8,8,64]", "train.global_batch_size=32"])
+    assert ", 8 microbatches of 4 (the first steps have 2)\n" in capsys.readouterr().out
+
+
+def test_a_run_that_is_not_dry_keeps_all_of_its_arguments():
+    assert dryrun.split(["train.steps=3", "--resume", "--world=4"]) == (
+        None,
+        ["train.steps=3", "--resume", "--world=4"],
+    )
 
 
 @pytest.mark.parametrize("between", ["fp32", "bf16"])

@@ -18,12 +18,12 @@ from minitron.config.save_interval import best_interval
 from minitron.planner import command as tool
 from minitron.planner import cost, pictures
 from minitron.planner.draw import draw_svg
-from minitron.planner.failures import predict
+from minitron.planner.failures import predict, state_bytes
 from minitron.planner.fit import memory_options, written
 from minitron.planner.machine import choose_machine, read_machines
 from minitron.planner.memory import Memory
 from minitron.planner.plan import available_gib, plan
-from minitron.planner.published import PUBLISHED
+from minitron.planner.published import PUBLISHED, configuration, published_steps
 from minitron.planner.work import HIDDEN
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,7 +91,9 @@ def test_failures_make_days_longer(capsys):
     assert found["days"] == pytest.approx(record["days"] / found["goodput"])
     assert f"failures every 2 h: {100 * found['goodput']:.2f} % of the time counts, {found['days']:,.1f} days" in table
     steps = round(found["interval_seconds"] / record["step_seconds"])
-    assert f"checkpoint.every={steps}, or auto" in table and "   checkpoint.every=100: " in table
+    configured = predict(100 * record["step_seconds"], *costs, found["recovery_seconds"], 7200.0)
+    assert f"   checkpoint.every=100: {100 * configured:.2f} %\n" in table
+    assert f"checkpoint.every={steps}, or auto" in table
     assert table.count("benchmarks/checkpoint.py on an H200") == 3
     assert found["gpu_hours"] == pytest.approx(8 * 24 * found["days"])
     assert f"cost   {found['gpu_hours']:,.0f} GPU-hours with failures; " in table
@@ -104,6 +106,14 @@ def test_failures_make_days_longer(capsys):
     cheap = ["--mtbf-hours", "0.001", "--save-cost-seconds", "0.001", "--save-seconds", "0.01", "--json"]
     found = json.loads(printed(capsys, *DP8, *cheap))["failures"]
     assert found["interval_seconds"] < record["step_seconds"] / 2 and found["interval_steps"] == 1
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [["parallel.pp=4", "parallel.layers_per_stage=[9,8,8,7]"], ["parallel.pp=4", "parallel.vp=2"], ["parallel.cp=4"]],
+)
+def test_no_layout_changes_what_is_saved(keys):
+    assert state_bytes(cli.load([*KEYS, *keys])) == state_bytes(cli.load(LLAMA)) == 12 * 8_030_261_248
 
 
 def test_jobs_of_other_sizes_fail_in_proportion_to_their_gpus(capsys):
@@ -143,6 +153,16 @@ def test_search_ranks_says_what_it_changes_and_why_others_fell(capsys):
     steps = [best["step_seconds"] for best in record["best"]]
     assert steps == sorted(steps) and steps[0] < record["given"]["step_seconds"]
     assert " ".join(written(record["changes"][0])) in text
+    for best, keys in zip(record["best"], record["changes"]):
+        job = plan(cli.load([*KEYS, *written(keys)]), 8, machine_of(DP8))
+        figures = f"{best['step_seconds']:8.3f} {best['mfu_percent']:.2f} %".replace(" ", "")
+        assert (
+            sum(
+                line.replace(" ", "").startswith(figures) and line.endswith(tool.layout(job.cfg, 8))
+                for line in text.splitlines()
+            )
+            == 1
+        )
     for reason, count in record["reasons"].items():
         assert f"{count:6} layouts: {reason}" in text
     assert f"{100 * (record['given']['step_seconds'] / steps[0] - 1):.1f} % faster" in text
@@ -310,12 +330,13 @@ def test_less_memory_is_shown_with_its_cost(capsys):
 
 
 def test_a_sweep_plans_every_combination(capsys):
-    argv = [*DP8, "--sweep", "world=8,16,7", "--sweep", "train.global_batch_size=32,64"]
+    argv = [*DP8, "--sweep", "world=8,7,16", "--sweep", "train.global_batch_size=56,112"]
     rows, text = json.loads(printed(capsys, *argv, "--json")), printed(capsys, *argv)
     assert [(row["sweep"]["world"], row["sweep"]["train.global_batch_size"]) for row in rows] == [
-        (world, batch) for world in ("8", "16", "7") for batch in ("32", "64")
+        (world, batch) for world in ("8", "7", "16") for batch in ("56", "112")
     ]
-    for row in rows[:4]:
+    failing, rows = rows[2:4], rows[:2] + rows[4:]
+    for row in rows:
         job = plan(
             cli.load([*KEYS, f"train.global_batch_size={row['sweep']['train.global_batch_size']}"]),
             row["world"],
@@ -324,9 +345,15 @@ def test_a_sweep_plans_every_combination(capsys):
         assert row["step_seconds"] == job.step_seconds
         assert row["gpu_hours"] == pytest.approx(row["days"] * 24 * row["world"])
         assert f"{row['gpu_hours']:12,.0f}" in text
-    assert all("does not divide the world of 7 ranks" in row["error"] for row in rows[4:]) and rows[4]["error"] in text
+    for row in failing:
+        assert "does not divide the world of 7 ranks" in row["error"]
+        assert f"world=7 train.global_batch_size={row['sweep']['train.global_batch_size']}: {row['error']}\n" in text
+    assert "with failures" not in text
     searched = json.loads(printed(capsys, *argv, "--search", "--json"))
-    assert all(best["step_seconds"] <= row["step_seconds"] for best, row in zip(searched[:4], rows))
+    for best in searched[2:4]:  # a search finds layouts of a world that has not the given one
+        assert (best["world"], best["layout"]["tp"]) == (7, 1) and best["fits"]
+    del searched[2:4]
+    assert all(best["step_seconds"] <= row["step_seconds"] for best, row in zip(searched, rows, strict=True))
     with pytest.raises(ValueError, match="world is not KEY=VALUE,VALUE"):
         tool.main([*DP8, "--sweep", "world"])
 
@@ -405,6 +432,7 @@ def test_the_picture_of_memory_has_every_part_of_every_rank(keys):
     job = job_of([*PP2, *keys], 8, "h200")
     sizes = Memory(job.cfg, 8, gpus_per_node=job.machine.fabric.gpus_per_node)
     bars, lines = pictures.memory(job).axes
+    assert bars.yaxis_inverted()  # rank 0 is at the top
     assert bars.get_title(loc="left") == "Memory of all ranks: 2 pipeline ranks of 4 GPUs each"
     assert [label.get_text() for label in bars.get_yticklabels()] == ["rank 0", "rank 1"]
     for container in bars.containers:
@@ -450,6 +478,7 @@ def test_the_bars_of_several_plans_have_all_parts_and_enlarged_those_that_change
     plans = pictures.scaling(job_of(PP2, 8, "h200"), in_proportion=True)[:3]
     figure = pictures.time_bars(plans)
     whole, enlarged = figure.axes
+    assert figure.get_figheight() > pictures.time_bars(plans[:1]).get_figheight()  # room for six bars
     shown = {axes: {c.get_label(): [bar.get_width() for bar in c] for c in axes.containers} for axes in figure.axes}
     values = {name: [job.seconds[part] for job in plans] for part, name in pictures.MEANINGS.items()}
     assert shown[whole] == {name: pytest.approx(x) for name, x in values.items() if max(x) > 1e-6}
@@ -470,6 +499,28 @@ def test_the_bars_of_several_plans_have_all_parts_and_enlarged_those_that_change
     assert len(pictures.time_bars([plans[0], plans[0]]).axes) == 1
     slower = {part: (1 + (part != "optimizer")) * plans[0].seconds[part] for part in pictures.MEANINGS}
     assert len(pictures.time_bars([plans[0], replace(plans[0], seconds=slower)]).axes) == 1
+
+
+def test_what_others_published_of_the_same_job_is_drawn_beside_it():
+    batch = next(row for row in published_steps() if "gpt3_175b" in str(row.arguments) and row.gpus == 128)
+    cfg, device = configuration(batch.arguments), batch.device
+    job = replace(job_of(PP2, 8, "h100"), cfg=cfg, world=128, machine=choose_machine(device, batch.fabric))
+    points = pictures.published(job)
+    assert (128, cfg.train.global_batch_size * cfg.train.seq_len / batch.seconds) in points
+    double = replace(
+        job, world=256, cfg=replace(cfg, train=replace(cfg.train, global_batch_size=2 * cfg.train.global_batch_size))
+    )
+    assert points[0] in pictures.published(double)  # with as many samples a GPU
+    for other in dict(num_layers=48), dict(hidden_size=64):
+        assert not pictures.published(replace(job, cfg=replace(cfg, model=replace(cfg.model, **other))))
+    assert not pictures.published(replace(job, machine=choose_machine("h200", None)))
+    plans = [replace(job_of(PP2, 8, "h100"), world=8), job_of(PP2, 16, "h100")]
+    axes = pictures.curves(plans, plans[:1], points).axes[0]
+    drawn = {line.get_label(): list(zip(*line.get_data())) for line in axes.lines}
+    rate = plans[0].tokens_per_second
+    assert drawn["linear"] == [(8, rate), (16, 2 * rate)] and drawn["published by others"] == points
+    assert drawn["planned, batch in proportion"] == [(p.world, p.tokens_per_second) for p in plans]
+    assert drawn["planned, batch as given"] == [(8, rate)]
 
 
 @pytest.mark.slow

@@ -144,7 +144,7 @@ def test_what_frozen_weights_documents_and_recomputation_change():
     assert total(backward) < total(selective[1]) < total(full[1])
 
 
-@pytest.mark.parametrize("longest", [None, 64, 512, 2048, 5000])
+@pytest.mark.parametrize("longest", [None, 64, 512, 1200, 2048, 5000])
 def test_documents_are_as_long_as_the_random_ones(longest):
     """Tolerance: three times what the mean of 200 samples varies by, and the last document's end."""
     cfg = cli.load(
@@ -189,6 +189,10 @@ def test_messages_cross_the_slowest_link_of_their_ring():
     # Two ranks of the ring in each of four nodes, with two cards.
     assert joined == pytest.approx(
         2**30 * 7 / 8 / (2 * f.network_gb_s * 1e9) + 4 * f.nvlink_seconds + 3 * f.network_seconds
+    )
+    # Two ranks in one node, and the third alone in another.
+    assert H100.collective(2**30, 3, 4) == pytest.approx(
+        2**30 * 2 / 3 / (2 * f.network_gb_s * 1e9) + f.nvlink_seconds + f.network_seconds
     )
     assert H100.collective(2**30, 1, 1) == H100.message(2**30, 1, 1) == 0
 
@@ -1055,6 +1059,36 @@ def test_layouts_left_out_as_alike_differ_in_nothing_that_is_planned():
     found = search(cli.load(SMALL), 8, H100, count=1000)
     planned = {(job.cfg.parallel.schedule, job.cfg.parallel.tp) for job in found.best}
     assert planned >= set(itertools.product(("1f1b", "zb-h1"), (1, 2, 4)))
+    jobs = [(job.cfg.parallel, job.cfg.train, job.step_seconds, job.memory_gib) for job in found.best]
+    alike = Counter(repr((replace(parallel, cp_style="ring"), *same)) for parallel, *same in jobs)
+    assert set(alike.values()) == {1} and found.reasons["planned as another parallel.cp_style"] > 0
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "zb-h1"])
+def test_what_a_family_costs_and_its_pipelines(kind):
+    """A block as it is computed at least, with its backward whole or split; pp are all that ranks and layers allow."""
+    cfg = cli.load([*SMALL, "model.num_layers=4", "parallel.tp=2", "parallel.pp=2", f"parallel.schedule={kind}"])
+    family, splits = search_module.Family(cfg, 8, H100), (False, True) if kind == "zb-h1" else (False,)
+    for recompute in RECOMPUTE:
+        work = StageTime(replace(cfg, train=replace(cfg.train, recompute=recompute)), H100)
+        blocks = [work.block(False, split) for split in splits]
+        costs, both = family.costs(recompute), [total(f) + total(b) for f, b in blocks]
+        assert costs.layers == pytest.approx([n * min(both) for n in range(5)])
+        assert costs.embedding == pytest.approx(sum(map(total, work.embedding())))
+        assert costs.head == pytest.approx(min(sum(map(total, work.head(split))) for split in splits))
+        shares = [total(f) / x for (f, _), x in zip(blocks, both)]
+        assert (costs.least, costs.most) == (min(shares), max(shares))
+        assert costs.deferred == max(b["deferred"] / x for (_, b), x in zip(blocks, both))
+    assert {member.parallel.pp for member in family.pipelines()} == ({2, 4} if kind == "zb-h1" else {1, 2, 4})
+
+
+@pytest.mark.parametrize("count, smaller, limit", [(1, False, 2), (3, False, 4), (1, True, 2.1), (3, True, 4)])
+def test_no_layout_beyond_the_last_one_shown_is_planned(count, smaller, limit):
+    searched = search_module._Search(cli.load(SMALL), 8, H100, count, smaller, search_module.tqdm(disable=True))
+    searched.fastest = [search_module.Candidate(seconds, None, None) for seconds in (2, 3, 4, 5)]
+    assert searched.limit == pytest.approx(limit)
+    searched.count = 5
+    assert searched.limit == float("inf")
 
 
 def test_a_reason_names_the_whole_rule():
@@ -1116,6 +1150,32 @@ def test_the_remedy_fits_and_nothing_nearer_does(memory_gib, number):
     assert changed == number
     nearer = [other for other in everything(job.cfg, 8, machine) if len(changes(job.cfg, other.cfg)) < changed]
     assert not nearer
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "zb-h1"])
+def test_the_layouts_that_a_remedy_is_chosen_from(kind):
+    """All that keep the rules, of stages that are equal or a rank's only one; the configuration's own is the first."""
+    keys = ["model.num_layers=6", "parallel.pp=2", "parallel.layers_per_stage=[4,2]", f"parallel.schedule={kind}"]
+    cfg, sizes = cli.load([*SMALL, *keys]), (1, 2, 4, 8)
+    found, expected = list(fit_module.plain_layouts(cfg, 8, H100)), [repr(cfg)]
+    for tp, cp, pp, vp, size in itertools.product(sizes, sizes, range(1, 7), range(1, 7), sizes):
+        schedule = kind if pp > 1 and vp == 1 else "1f1b"
+        parallel = replace(cfg.parallel, tp=tp, cp=cp, pp=pp, vp=vp, schedule=schedule, layers_per_stage=None)
+        layout = replace(cfg, parallel=parallel, train=replace(cfg.train, micro_batch_size=size))
+        if (vp == 1 or 6 % (pp * vp) == 0) and (pp > 1 or vp == 1) and fit_module.keeps_rules(layout, 8):
+            expected.append(repr(layout))
+    kept = [repr(layout) for layout in found if fit_module.keeps_rules(layout, 8)]
+    assert found[0] == cfg and sorted(kept) == sorted(expected) and len(expected) > 20
+
+
+def test_a_key_that_breaks_a_rule_is_no_remedy():
+    """2,046 positions cannot be divided among four ranks, though that would need less memory."""
+    keys = ["train.seq_len=2046", "parallel.tp=4", "parallel.sequence_parallel=false"]
+    found = fit_module.memory_options(plan(cli.load([*SMALL, *keys]), 4, H100))
+    assert found
+    for remedy, option in found:
+        rules.check(cli.load([*SMALL, *keys, *remedy]), 4)
+        assert option.memory_gib < plan(cli.load([*SMALL, *keys]), 4, H100).memory_gib
 
 
 def test_what_is_to_be_changed_is_written_as_the_command_line_takes_it():

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from test_planner import GPT3, IDEAL, SMALL
@@ -10,8 +11,8 @@ from minitron.comm.mesh import Mesh
 from minitron.config import cli
 from minitron.config.sizes import bucket_limit
 from minitron.planner.machine import SOFTWARE
-from minitron.planner.memory import Memory
-from minitron.planner.plan import Step, plan
+from minitron.planner.memory import Memory, data_levels
+from minitron.planner.plan import Step, no_room_for_graphs, plan
 from minitron.planner.work import PACKED_KEYS, SHARES, StageTime, total
 from minitron.train import build
 
@@ -304,6 +305,32 @@ def test_the_last_bucket_and_the_first_gather_are_waited_for():
     assert exposed == pytest.approx(max(3 / 4, share) * reduce)
 
 
+def test_chunks_queue_for_their_reductions_and_gathers():
+    """Three chunks of a rank: gathers in their order, reductions in that in which backwards begin."""
+    keys = ["parallel.pp=2", "parallel.vp=3", "parallel.layers_per_stage=[1,1,2,1,2,1]"]
+    step = Step(cli.load([*SMALL, *keys]), 4, replace(IDEAL, fabric=replace(IDEAL.fabric, felt=0, copy_felt=0)))
+    counts = [step.memory.trained(stage) for stage in (0, 2, 4)]
+    reduce, gather = ([size * count / 2 / 1e9 for count in counts] for size in (4, 2))
+    shares = [min(1, bucket_limit(2) / (4 * count)) for count in counts]
+
+    def exposed(forwards, backwards=((0, 0), (0, 0), (0, 0)), makespan=1e9, forward_seconds=1e9):
+        step.forward = [forward_seconds] * 6
+        chunks = {i: [at, *backward] for i, (at, backward) in enumerate(zip(forwards, backwards))}
+        return step._data_rank(0, chunks, makespan)[0]
+
+    for late in range(3):  # only this chunk's forward is early: all gathers up to its first bucket's
+        needed = sum(gather[:late]) + shares[late] * gather[late]
+        assert exposed([0.0 if i == late else 1e6 for i in range(3)]) == pytest.approx(needed)
+        none = exposed([0.0 if i == late else 1e6 for i in range(3)], forward_seconds=1e-9)
+        assert none == pytest.approx(sum(gather[: late + 1]), abs=1e-8)
+    # Each backward begins while the reductions of the later chunks run; or long after them.
+    starts = [100 + reduce[2] / 2 + reduce[1] / 2, 100 + reduce[2] / 2, 100.0]
+    busy = exposed([1e6] * 3, [(start, start) for start in starts], starts[0])
+    assert busy == pytest.approx(100 + sum(reduce) - starts[0])
+    apart = exposed([1e6] * 3, [(300.0, 300.1), (200.0, 200.1), (100.0, 100.1)], 300.1)
+    assert apart == pytest.approx(max(reduce[0] - 0.1, shares[0] * reduce[0]))
+
+
 @pytest.mark.parametrize("keys", [[], ["precision.fp8=delayed", "precision.fp8_params=true"], LORA])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_data_ranks_exchange_what_every_chunk_has(keys, rank):
@@ -315,6 +342,8 @@ def test_data_ranks_exchange_what_every_chunk_has(keys, rank):
     assert memory.shards == 2 and sizes[0] != sizes[1]
     exposed, hidden = step._data_rank(rank, {chunk: [0.0, 1.0, 2.0] for chunk in range(2)}, 2.0)
     assert hidden == 0 and exposed == pytest.approx(sum(sizes) / 2 / 1e9)
+    other, _ = step._data_rank(1 - rank, {chunk: [0.0, 1.0, 2.0] for chunk in range(2)}, 2.0)
+    assert step.exposed_at_least() == max(exposed, other) > min(exposed, other)
 
 
 @pytest.mark.parametrize("pp, vp", [(1, 1), (2, 1), (2, 2)])
@@ -374,13 +403,84 @@ def test_gradients_in_bf16_travel_in_levels(memory, size, wire):
     assert found.seconds["dp_exposed"] == pytest.approx((levels if wire == "bf16" else ring) * trained / 1e9)
 
 
-def test_only_ulysses_keeps_the_output_of_attention_twice():
+@pytest.mark.parametrize("cp, more", [(1, 0), (2, 8 * 1024 * 2 * 1024)])
+def test_only_ulysses_keeps_the_output_of_attention_twice(cp, more):
     """Before its exchange, and as the input of the next product; a ring's is one tensor. 1,024 tokens a rank."""
     ring, ulysses = (
-        Memory(cli.load([*SMALL, "parallel.cp=2", f"parallel.cp_style={style}"]), 2, gpus_per_node=8).saved(0)
+        Memory(cli.load([*SMALL, f"parallel.cp={cp}", f"parallel.cp_style={style}"]), 2, gpus_per_node=8).saved(0)
         for style in ("ring", "ulysses")
     )
-    assert ulysses - ring == 8 * 1024 * 2 * 1024
+    assert ulysses - ring == more
+
+
+@pytest.mark.parametrize(
+    "peaks, graphs, eager, stays",
+    [
+        ((10, 8), (0, 0), False, False),
+        ((10, 8), (1, 0), False, True),
+        ((10, 8), (0, 4), False, True),  # a rank with less memory and longer graphs
+        ((8, 10), (2, 0), False, False),
+        ((8, 10), (3, 0), False, True),
+        ((8, 10), (3, 0), True, False),
+        ((8, 11), (3, 0), False, False),  # too large in any case
+    ],
+)
+def test_one_rank_without_room_for_graphs_keeps_all_eager(peaks, graphs, eager, stays):
+    memory = SimpleNamespace(
+        cfg=cli.load([*SMALL, "parallel.pp=2"]),
+        bytes_by_part=lambda rank: Counter(all=peaks[rank] << 30),
+        graph=lambda rank: graphs[rank] << 30,
+    )
+    machine = replace(with_device(memory_gib=11, reserved_gib=1), software=replace(IDEAL.software, eager=eager))
+    assert no_room_for_graphs(memory, machine) == stays
+
+
+@pytest.mark.parametrize(
+    "tp, per_node, shards, wire, levels",
+    [
+        (1, 8, 16, "bf16", (8, 2)),
+        (2, 8, 16, "bf16", (4, 4)),
+        (2, 8, 16, "fp32", (16, 1)),
+        (2, 8, 4, "bf16", (4, 1)),
+        (2, 8, 6, "bf16", (6, 1)),  # no whole number of nodes
+        (8, 4, 2, "bf16", (1, 2)),
+    ],
+)
+def test_the_data_ranks_of_a_node(tp, per_node, shards, wire, levels):
+    cfg = cli.load([*SMALL, f"parallel.tp={tp}", f"optimizer.reduce_dtype={wire}"])
+    assert data_levels(cfg, shards, per_node) == levels
+
+
+COUNTED = [FP8, "log.dir=unused", "log.numerics_every=10"]
+
+
+@pytest.mark.parametrize(
+    "keys, inner, counted",
+    [
+        ([], 1, 0),
+        (["train.recompute=selective"], 2, 0),
+        ([FP8], 3, 0),
+        (LORA, 3, 0),
+        (COUNTED, 3, 2),
+        ([*COUNTED, "precision.fp8_bf16_layers=3"], 1, 0),  # of which this stage has two
+        ([*GPT3, FP8], 2, 0),
+        ([*GPT3, *LORA[:1]], 2, 0),
+        ([*GPT3, *COUNTED], 2, 1),
+    ],
+)
+def test_what_a_backward_needs_beyond_what_was_saved(keys, inner, counted):
+    """Gradients of a rank's rows, two gathered tensors, and gradients inside of the MLP; counting compares in float32."""
+    memory = Memory(cli.load([*SMALL, *keys, "parallel.tp=2", "parallel.pp=4"]), 8, gpus_per_node=8)
+    h, f, tokens = 1024, 4096 // 2, 2048
+    expected = 2 * 2 * h * tokens // 2 + 2 * 2 * h * tokens + 2 * inner * f * tokens + 4 * counted * f * tokens
+    workspaces = (32 << 20) + (33 << 20) * (FP8 in keys)
+    assert memory._backward_extra(0) == expected + workspaces
+    full = Memory(
+        cli.load([*SMALL, *keys, "parallel.tp=2", "parallel.pp=4", "train.recompute=full"]), 8, gpus_per_node=8
+    )
+    less = f * 2 * tokens if "train.recompute=selective" in keys else 0
+    block = memory._block("none", FP8 in keys and inner > 1)
+    assert full._backward_extra(0) == memory._backward_extra(0) + block - less
 
 
 @pytest.mark.parametrize("tuned, share", [([], 2), (LORA, 1)])

@@ -11,20 +11,22 @@ import pytest
 import torch
 
 from browser import PROGRAM, Browser
-from layouts import LLAMA, config
+from layouts import GPT3, LLAMA, config
 from minitron.comm.mesh import Mesh
 from minitron.config import cli, rules
 from minitron.kernels.param import Shard
 from minitron.optim import buckets
+from minitron.optim.scaler import LossScaler
 from minitron.pipeline import schedule as schedules
-from minitron.pipeline.schedule import Forward, Schedule, make
+from minitron.pipeline.schedule import Exchange, Forward, Schedule, make
 from minitron.planner import page as pages
 from minitron.planner.check import check
 from minitron.planner.dryrun.dryrun import dry_run
-from minitron.planner.dryrun.trace import dry_trace, real_trace
+from minitron.planner.dryrun.trace import OPERATIONS, dry_trace, real_trace
 from minitron.planner.machine import DEVICES, choose_machine
+from minitron.planner.memory import Memory
 from minitron.planner.page import Tour, content, html
-from minitron.planner.plan import plan
+from minitron.planner.plan import available_gib, plan
 from tools import tour as tool
 
 ROOT = Path(__file__).parents[2]
@@ -86,6 +88,66 @@ def test_one_layer_has_the_collectives_of_the_dry_run(page):
         assert any(all_of_stage[i : i + len(found)] == found for i in range(len(all_of_stage))) and len(found) > 3
 
 
+@pytest.mark.parametrize("base", [LLAMA, GPT3], ids=("llama", "gpt"))
+def test_all_that_a_block_computes_is_listed_in_its_layer(base):
+    """Products and norms by their own names, what is between two products by that of attention or the MLP."""
+    cfg = config(base, dict(model=MODEL | dict(num_layers=2), parallel=dict(tp=2), train=dict(global_batch_size=1)))
+    cfg = config(cfg, dict(model=dict(num_kv_heads=None)) if base is GPT3 else {})
+    act, rotated = ("gelu", []) if base is GPT3 else ("swiglu", ["split_heads"])
+
+    def product(layer, *names):
+        return [("product", name, layer) for name in names]
+
+    def between(layer, *names):
+        return [("pointwise", OPERATIONS[name], layer) for name in names]
+
+    forward = [
+        *between("norm1", "add_norm"),
+        *product("attention.qkv", "y = x W^T"),
+        *between("attention", *rotated),
+        ("attention", "attention", "attention"),
+        *product("attention.out", "y = x W^T"),
+        *between("norm2", "add_norm"),
+        *product("mlp.up", "y = x W^T"),
+        *between("mlp", f"{act}_forward"),
+        *product("mlp.down", "y = x W^T"),
+    ]
+    grads = "dx = dy W", "dW += dy^T x"
+    backward = [
+        *product("mlp.down", *grads),
+        *between("mlp", f"{act}_backward"),
+        *product("mlp.up", *grads),
+        *between("norm2", "add_norm_backward"),
+        *product("attention.out", *grads),
+        ("attention", "gradient of attention", "attention"),
+        *between("attention", *(f"{name}_backward" for name in rotated)),
+        *product("attention.qkv", *grads),
+        *between("norm1", "add_norm_backward"),
+    ]
+    events = dry_trace(cfg, 2, 0)["events"]
+    for phase, expected in (("Forward", forward), ("Backward", backward)):
+        mine = [e for e in events if e["phase"] == phase and e["kind"] not in ("keep", "comm")]
+        assert [(e["kind"], e["name"], e["layer"].removeprefix("blocks.0.")) for e in mine] == expected
+
+
+def skipping_the_first(cfg):
+    """Train with a first step that overflows, and others that do not."""
+    with mock.patch.object(LossScaler, "update", lambda scaler, overflow: scaler.scale.fill_(1024.0)):
+        return real_trace(cfg)
+
+
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_gradients_are_those_of_the_first_step_that_updates(ranks, skipped):
+    """The first moments after it: all gradients, clipped, times 1 - beta."""
+    one = config(CFG, dict(parallel=dict(tp=1, pp=1), train=dict(global_batch_size=2)))
+    fp16 = dict(precision=dict(dtype="fp16", loss_scale=1e38))
+    (trace,) = ranks(1, skipping_the_first, config(one, fp16)) if skipped else ranks(1, real_trace, one)
+    assert [bool(step["skipped"]) for step in trace["figures"]] == [step < skipped for step in range(3)]
+    norm, o = trace["figures"][skipped]["grad_norm"], one.optimizer
+    whole = math.sqrt(sum(part.double().square().sum() for *_, part in trace["gradients"]))
+    assert whole == pytest.approx((1 - o.betas[0]) * min(norm, o.clip_grad), rel=1e-4)
+
+
 def test_what_runs_beside_a_collective_hides_it(page):
     """The backward of a column-parallel layer gathers its input beside dx, and scatters dx beside dW."""
     events = page["layers"][0]["events"]
@@ -132,6 +194,8 @@ def test_schedules_to_choose_from(page):
     assert own["bubble"] == pytest.approx(1 / m) and interleaved["bubble"] == pytest.approx(1 / 2 / m)
     assert zero_bubble["bubble"] == pytest.approx(1 / 3 / m)
     assert len(own["events"]) == 2 * 2 * m and {e[1] for e in zero_bubble["events"]} == set("FBbw")
+    routes = {(rank, code): peers for rank, code, *_, to, at in own["events"] for peers in [(to, at)]}
+    assert routes == {(0, "F"): (-1, 1), (1, "F"): (0, -1), (1, "B"): (-1, 0), (0, "B"): (1, -1)}
 
 
 def test_times_are_the_planners():
@@ -151,6 +215,68 @@ def test_beside_uneven_stages_the_other_schedules_have_even_ones():
     own, interleaved, zero_bubble = pages.schedules(tour, make(2, 1, cfg.num_microbatches(1), "1f1b"))
     assert own["held"] == (3 * 2, 1) and zero_bubble["held"][0] == 2 * 2 and interleaved["vp"] == 2
     assert not any("error" in schedule for schedule in (own, interleaved, zero_bubble))
+
+
+def test_a_twin_is_described_by_what_it_has_less_of():
+    twin = config(CFG, dict(model=dict(num_layers=2), train=dict(seq_len=16), parallel=dict(pp=1)))
+    tour = Tour("", CFG, 8, None, twin, 2, False, [], {}, [], [], [])
+    t = CFG.train
+    rows = [["layers", 4, 2], ["sequence", t.seq_len, 16], ["ranks", 8, 2], ["pp", 2, 1], ["dp", 2, 1]]
+    assert pages.twin_in_words(tour) == {"world": 2, "changes": rows}
+
+
+@pytest.mark.parametrize(
+    "pp, count, few", [(1, 20, 8), (2, 20, 8), (3, 20, 6), (4, 20, 8), (5, 20, 10), (8, 20, 16), (8, 12, 12), (1, 3, 3)]
+)
+def test_few_microbatches_fill_each_pipeline_rank_twice(pp, count, few):
+    """And are a multiple of pp, so that an interleaved schedule has equal groups; or all, if they are fewer."""
+    cfg = config(
+        CFG, dict(model=dict(num_layers=8), parallel=dict(tp=1, pp=pp), train=dict(global_batch_size=2 * count))
+    )
+    assert pages.few_microbatches(cfg, 2 * pp).num_microbatches(2) == few
+
+
+def test_traffic_is_that_of_all_microbatches_and_sums_of_gradients_are_listed():
+    """As if all had been recorded. A tied table is summed over data ranks, then over the stages that have it."""
+    cfg = config(GPT3, dict(model=MODEL | dict(num_kv_heads=None), parallel=dict(tp=2, pp=2)))
+    cfg = config(cfg, dict(train=dict(global_batch_size=24)))
+    tour = Tour("", cfg, 8, None, cfg, 8, True, [], {}, [], [], [])
+    for rank in (0, 4):
+        whole, few = dry_trace(cfg, 8, rank), dry_trace(pages.few_microbatches(cfg, 8), 8, rank)
+        assert len(few["actions"]) < len(whole["actions"])
+        assert pages.traffic(tour, few, 8) == pages.traffic(tour, whole, 8)
+        tied = {param["bucket"] for param in few["params"] if param["tied"]}
+        assert [i for i, bucket in enumerate(few["buckets"]) if bucket["tied"]] == sorted(tied) != []
+        sums, sizes = pages.reductions(few), [4 * bucket["size"] for bucket in few["buckets"]]
+        within = [row for row in sums if row["axis"] == "dp_cp"]
+        assert sorted(row["bytes"] for row in within) == sorted(sizes)
+        assert {row["action"] for row in within} == {"backward of microbatch 7, chunk 0"}
+        table = {"axis": "tied_stages", "kind": "all-reduce", "bytes": sizes[min(tied)] // 2, "action": "update"}
+        assert [row for row in sums if row not in within] == [table]
+
+
+def test_actions_have_names():
+    assert pages.action_text(Exchange((), ())) == "messages" and pages.action_text("update") == "update"
+    assert pages.action_text(Forward(3, 1)) == "forward of microbatch 3, chunk 1"
+
+
+def test_memory_is_that_of_the_dry_run_or_of_the_plan(tour, page):
+    for machine, dry in ((None, tour.dry), (choose_machine("h100", None), {1: tour.dry[1]})):
+        found = pages.memory(replace(tour, machine=machine, dry=dry), 8)
+        limit = (available_gib(machine) * 2**30, "H100") if machine else (None, None)
+        assert (found["limit"], found["device"]) == limit
+        for rank, row in enumerate(found["rows"]):
+            if rank in dry:
+                trace, timeline = dry[rank], row["timeline"]
+                assert row["parts"] == trace["memory"] and not row["planned"]
+                sizes = [size for action, size in trace["timeline"] if action != "build"]
+                assert [size for _, size in timeline] == sizes
+                assert dict(timeline)[row["peak"]] == max(sizes) == sum(row["parts"].values())
+                names = [name for name, _ in timeline if "microbatch" in name]
+                assert len(names) == len(set(names)) == 2 * page["microbatches"] and timeline[-1][0] == "update"
+            else:
+                planned = Memory(tour.cfg, 4, gpus_per_node=8).bytes_by_part(rank)
+                assert row == {"parts": planned, "planned": True}
 
 
 # ---- a planted mistake changes the page -----------------------------------------------------------------------------
@@ -281,6 +407,25 @@ def test_a_wrong_slice_on_any_tp_rank_shows(tour):
     assert real[1]["place"]["tp"] == 1
     wrong = [name for name, ok in verdicts(content(replace(tour, real=real))).items() if not ok]
     assert len(wrong) == 1 and "slices" in wrong[0]
+
+
+@pytest.mark.parametrize("rank, axis", [(1, "tp"), (2, "pp")])
+def test_a_collective_that_a_rank_of_a_group_lacks_shows(tour, rank, axis):
+    real = [dict(trace) for trace in tour.real]
+    records = real[rank]["records"]
+    lost = next(i for i, r in enumerate(records) if r.axis == axis)
+    real[rank]["records"] = records[:lost] + records[lost + 1 :]
+    wrong = [name for name, ok in verdicts(content(replace(tour, real=real))).items() if not ok]
+    # Messages have two ends, of which only one sends.
+    assert [name.startswith("ranks of a group") for name in wrong] == [True] * (axis == "tp")
+
+
+def test_a_schedule_that_lacks_an_operation_shows():
+    """Of the last one, which no other operation waits for."""
+    own = make(2, 1, 4)
+    assert all(row["ok"] for row in pages.schedule_rules(own))
+    (row,) = pages.schedule_rules(replace(own, ranks=(own.ranks[0][:-1], own.ranks[1])))
+    assert row["ok"] is False and row["text"].startswith("rank 0, action ")
 
 
 def test_above_eight_ranks_the_twin_itself_is_checked(tour, ranks):

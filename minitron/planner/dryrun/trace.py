@@ -226,7 +226,7 @@ class TracedGemm:
         result = method(x, *args, **options)
         payload = result if isinstance(result, Payload) else result[0]
         self.tracer.layer = self.name
-        y = payload.rowwise if payload.rowwise is not None else payload.columnwise
+        y = payload.rowwise
         last = self.tracer.events[-1]["out"] if self.tracer.events else ()
         if y.itemsize == 1 and shapes_of(y)[0] not in last:
             self.tracer.note("cast", name, x, y, again=self.tracer._again(name != "cast of the gradient"))
