@@ -469,7 +469,7 @@ COUNTED = [FP8, "log.dir=unused", "log.numerics_every=10"]
     ],
 )
 def test_what_a_backward_needs_beyond_what_was_saved(keys, inner, counted):
-    """Gradients of a rank's rows, two gathered tensors, and gradients inside of the MLP; counting compares in float32."""
+    """Gradients of a rank's rows, two gathered tensors, and gradients inside of the MLP. Counting compares float32."""
     memory = Memory(cli.load([*SMALL, *keys, "parallel.tp=2", "parallel.pp=4"]), 8, gpus_per_node=8)
     h, f, tokens = 1024, 4096 // 2, 2048
     expected = 2 * 2 * h * tokens // 2 + 2 * 2 * h * tokens + 2 * inner * f * tokens + 4 * counted * f * tokens
