@@ -150,7 +150,7 @@ def test_what_cannot_be_trained_on_is_refused(tmp_path, changes, message):
 
 def test_the_tokenizer_must_be_the_one_that_made_the_data(tmp_path):
     write(tmp_path / "d", sidecar=BYTES)
-    assert build(tmp_path, tokenizer="bytes").tokenizer.vocab_size == 257
+    assert build(tmp_path, tokenizer="bytes", vocab_size=257).tokenizer.vocab_size == 257
     with pytest.raises(
         ValueError, match=r"data\.tokenizer=corpus did not make .*json names bytes with fingerprint .*; set"
     ):

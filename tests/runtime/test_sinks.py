@@ -220,7 +220,7 @@ def test_a_client_that_asks_for_nothing_does_not_keep_others_from_their_page(mon
     pytest.importorskip("prometheus_client")
     monkeypatch.setattr(sinks._Server, "ANSWER_SECONDS", 0.05)
     port = free_port()
-    with Log(cli.load([f"log.prometheus={port}"]), 0, 1), socket.create_connection(("127.0.0.1", port), 30) as idle:
+    with Log(cli.load([f"log.prometheus={port}"]), 0, 1), socket.create_connection(("127.0.0.1", port), 60) as idle:
         idle.sendall(sent)
         assert idle.recv(1) == b""  # its time is over
 
