@@ -155,6 +155,12 @@ def test_what_a_shared_save_costs_is_no_cost_of_local_ones(tmp_path):
             if step + 1 in (21, 31, 41, 46):
                 saves.save(step, 4 * step, local=step not in (20, 40))
                 saves.wait()
+                assert not (saves.interval.running or saves.local_interval.running)
+        with mock.patch.object(destination, "write_shard", side_effect=CheckpointError("no space left")):
+            for step, local in (50, False), (51, True):
+                saves.save(step, 4 * step, local=local)
+                saves.wait()
+                assert not (saves.interval.running or saves.local_interval.running)
     assert list(saves.local_interval.stall_seconds) == [0.5, 0.5]
 
 
