@@ -1,6 +1,7 @@
 """What a user names as a file: only a regular one is read, and only JSON that is JSON."""
 
 import os
+import resource
 
 import pytest
 
@@ -37,6 +38,19 @@ def test_a_file_may_be_too_large(tmp_path):
         assert files.read_bytes(tmp_path / "x", 1 << 33) == bytes(11)
     with pytest.raises(OSError, match="its 11 bytes are more than 10"):
         files.read_bytes(tmp_path / "x", 10)
+
+
+@pytest.mark.parametrize("soft", [resource.RLIM_INFINITY, 1 << 60, 1 << 20])
+def test_a_limit_of_memory_is_what_is_taken_and_more_but_never_above_the_one_before(monkeypatch, soft):
+    limits, more = [], 1 << 40
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, 1 << 61))
+    monkeypatch.setattr(resource, "setrlimit", lambda *limit: limits.append(limit))
+    taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    with limited_memory(more):
+        ((which, (inside, hard)),) = limits
+    assert (which, hard) == (resource.RLIMIT_AS, 1 << 61)
+    assert inside == pytest.approx(soft if soft == 1 << 20 else taken + more, rel=0.01)
+    assert limits[1:] == [(resource.RLIMIT_AS, (soft, 1 << 61))]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Hugging Face folders both ways: logits and weights equal transformers', whatever cannot be converted is one line."""
 
 import dataclasses
+import io
 import json
 import os
 import re
@@ -22,7 +23,7 @@ from minitron.comm.mesh import Mesh
 from minitron.config import cli, rules
 from minitron.config.schema import Config
 from minitron.data.batch import Batch
-from minitron.interop import convert_hf, hf, import_weights
+from minitron.interop import convert_hf, hf, import_weights, progress, rows
 from minitron.interop.hf_write import settings_of
 from minitron.interop.import_weights import write_checkpoint
 from minitron.model.gpt import GPT
@@ -193,6 +194,9 @@ def test_sixteen_bit_weights_stay_as_they_are_or_become_what_is_asked_for(name, 
     twin = loaded(source, torch.bfloat16)
     assert_same_weights(loaded(tmp_path / "back", "auto"), twin)
     convert("import", source, tmp_path / "wide", "--dtype", "fp32")
+    wide = Reader(tmp_path / "wide")
+    assert (reader.config["precision"]["dtype"], wide.config["precision"]["dtype"]) == ("bf16", "fp32")
+    assert (wide.iteration, wide.consumed_samples) == (0, 0)
     convert("export", tmp_path / "wide", tmp_path / "wide back")
     assert_same_weights(loaded(tmp_path / "wide back", "auto"), twin.float())
 
@@ -658,3 +662,48 @@ def test_the_command_says_what_comes_next_and_ends_in_one_line_otherwise(folders
     )
     assert again.returncode == 1
     assert re.fullmatch("error: .*there exists already; .*\n", again.stderr)
+
+
+def test_the_size_of_a_file_is_in_gigabytes(tmp_path, monkeypatch):
+    sizes = []
+    monkeypatch.setattr(convert_hf, "export_folder", lambda *given: sizes.append(given[3]))
+    convert("export", "a", tmp_path / "b")
+    convert("export", "a", tmp_path / "b", "--max-shard-gb", 0.5)
+    assert sizes == [5_000_000_000, 500_000_000]
+
+
+class Bar:
+    """The progress bar of a tool, which is full at its end."""
+
+    made = ()
+
+    def __init__(self, total, unit, doing):
+        self.total, self.n = total, 0
+        Bar.made = (*Bar.made, self)
+
+    def update(self, more):
+        self.n += more
+        assert 0 <= self.n <= self.total
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+def test_bars_are_full_at_the_end_and_appear_late(folders, tmp_path, monkeypatch):
+    for module in import_weights, convert_hf, rows:
+        monkeypatch.setattr(module, "progress_bar", Bar)
+    monkeypatch.setattr(Bar, "made", ())
+    convert("import", folders("llama"), tmp_path / "there")
+    convert("export", tmp_path / "there", tmp_path / "back")
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n\n' * 3)
+    assert len(list(rows.read_rows(str(tmp_path / "a.jsonl")))) == 3
+    assert len(Bar.made) == 3 and all(bar.n == bar.total > 0 for bar in Bar.made)
+    for is_terminal in False, True:
+        monkeypatch.setattr(sys, "stderr", text := io.StringIO())
+        text.isatty = lambda is_terminal=is_terminal: is_terminal
+        with progress.progress_bar(9, "B", "reading") as bar:
+            assert bar.disable != is_terminal
+        assert not text.getvalue()  # it has taken no time

@@ -6,6 +6,7 @@ import re
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from minitron import pretrain
 from minitron.config import cli, rules
 from minitron.data.corpus import read_sources
 from minitron.data.indexed import IndexedWriter
-from minitron.data.sft import encode_chat
+from minitron.data.sft import HEADER, encode_chat
 from minitron.interop import convert_hf, hf_tokenizer
 from minitron.interop import export as exporting
 from minitron.interop.export import Exporter
@@ -153,6 +154,34 @@ def test_a_base_model_s_files_end_the_answers_of_chats(template, tokenizers, tmp
     (tmp_path / "pretrained").mkdir()
     ids, _ = hf_tokenizer.write_tokenizer(tmp_path / "pretrained", reader, 600, None)
     assert ids["eos_token_id"] == ours.eod and "chat_template" not in settings
+
+
+def test_what_a_chat_model_gets_depends_on_the_tokens_it_has(tmp_path):
+    """Llama 3's template needs all of its three tokens, and an answer ends with the last of them."""
+    for missing in None, *HEADER:
+        special = {name: i for i, name in enumerate(HEADER) if name != missing}
+        own, folder = SimpleNamespace(chat=None, special=special, eod=9), tmp_path / f"{missing}"
+        folder.mkdir()
+        ends = hf_tokenizer.end_of_answers(own)
+        assert ends == (set() if missing == HEADER[2] else {2})
+        for known in [], [2], [9, 2], [9]:
+            ids = {"bos_token_id": 7} | ({"eos_token_id": known} if known else {})
+            found = hf_tokenizer.add_answers(folder, ids, own, ends)
+            more = [9] * (not known and bool(ends)) + [2] * (2 in ends - set(known))
+            assert found == ids | ({"eos_token_id": known + more} if more else {})
+        assert (folder / "tokenizer_config.json").exists() == (missing is None)
+    settings = tmp_path / "None" / "tokenizer_config.json"
+    assert json.loads(settings.read_text()) == {"chat_template": hf_tokenizer.CHAT_TEMPLATE}
+    own.special = dict.fromkeys(HEADER, 2)
+    settings.write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    hf_tokenizer.add_answers(settings.parent, {}, own, set())
+    assert json.loads(settings.read_text()) == {"chat_template": "{{ messages }}"}
+
+
+def test_a_token_that_no_merges_lead_to_has_none():
+    """It is found as a whole word alone (ignore_merges), and other tokens may be joined from it."""
+    ranks = {token: rank for rank, token in enumerate([b"a", b"b", b"c", b"abc", b"ab", b"abcab", b"bab"])}
+    assert hf_tokenizer.merges_of(ranks) == [(b"a", b"b"), (b"abc", b"ab"), (b"b", b"ab")]
 
 
 @pytest.fixture
@@ -322,6 +351,14 @@ time.sleep(600)
     one.close(signal.SIGTERM)
     assert lines == [f"{tmp_path}/step_1-hf is not exported: the run was stopped first"]
     assert [path.name for path in tmp_path.iterdir()] == ["tool.py"]
+
+
+def test_a_signal_leaves_an_export_that_has_ended(tmp_path, monkeypatch):
+    one, lines = exporter(tmp_path, "", monkeypatch)
+    one.saved(tmp_path / "step_1", 1)
+    one.running.wait()
+    one.close(signal.SIGTERM)
+    assert lines == [f"exported to {tmp_path}/step_1-hf"]
 
 
 @pytest.mark.parametrize(

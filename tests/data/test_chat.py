@@ -3,14 +3,18 @@
 The templates are those that TRL is installed with, read from there.
 """
 
+import io
 import json
 import os
 import re
+import resource
+import signal
 import subprocess
 import sys
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -21,7 +25,7 @@ from minitron.data.cache import Cache
 from minitron.data.sft import SFTDataset, TokenizedFiles, encode_row
 from minitron.data.tokenizers import UnusableTemplate
 from minitron.interop import chat_template
-from minitron.interop.chat import MARK
+from minitron.interop.chat import MARK, Chats
 from minitron.interop.rows import READERS
 from minitron.interop.tokenizers import HfTokenizer, load_tokenizer
 from test_tokenizers import llama2_file  # noqa: F401  (a fixture)
@@ -355,6 +359,20 @@ def test_a_template_in_capitals_without_special_tokens(bpe):
     assert ids_and_mask(encode(ours, messages)) == by_prefixes(theirs, messages, None)
 
 
+def test_a_prompt_that_begins_a_thought_which_only_a_last_answer_has(bpe):
+    """An earlier answer begins where another one would; the last one ends with the whole text."""
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+        "{% if m.role == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+        "{{ m.content + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}"
+        "{{ '<|im_start|>assistant\n<think>\n' }}{% elif messages | length > 2 %}<|eos|>{% endif %}"
+    )
+    ours = ours_of(of_transformers(bpe, template))
+    ours.chat.template.__class__ = Here
+    answers = ["b<|im_end|>\n", "d<|im_end|>\n", "\n</think>\n\nf<|im_end|>\n<|eos|>"]
+    assert [ours.decode(part) for part in encode(ours, said(*"abcdef"))[1::2]] == answers
+
+
 def test_a_template_of_tools_reasoning_and_variables_as_transformers_has_them(bpe):
     """What transformers does before it renders: named templates, fields that are null, names of reasoning."""
     source = "{{ add_generation_prompt }}{% for m in messages %}{{ m | tojson }}{% generation %}{{ m.content }}"
@@ -462,6 +480,25 @@ def test_what_libraries_reserve_is_no_part_of_a_templates_memory(bpe, monkeypatc
     ours.chat.close()
 
 
+def test_the_limits_of_time_and_text_are_those_of_each_chat(monkeypatch, capsys):
+    limits, timers = [], []
+    monkeypatch.setattr(resource, "setrlimit", lambda *limit: limits.append(limit))
+    monkeypatch.setattr(chat_template, "limit_memory", limits.append)
+    monkeypatch.setattr(signal, "setitimer", lambda *timer: timers.append(timer))
+    templates = {"default": CHATML, "tool_use": "{{ tools | length }}" + CHATML}
+    chats = [{"messages": said("a", "b")}, {"messages": said("aa", "b")}, {"messages": said("a", "b"), "tools": [TOOL]}]
+    lines = [json.dumps(line) + "\n" for line in ([templates, {}], *chats, chats[0])]
+    text = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(lines)))
+    chat_template.serve(7.0, 1 << 30, len(text))
+    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert answers[0] == answers[3] == [text, [[text.index("b<"), len(text)]]]
+    assert [answer[0] for answer in answers[1:3]] == [None, None]  # one more character
+    assert timers == [(signal.ITIMER_PROF, 7.0)] * 4
+    assert limits[:2] == [(resource.RLIMIT_CORE, (0, 0)), (resource.RLIMIT_FSIZE, (0, 0))]
+    assert limits[2:] == [1 << 30]
+
+
 def test_a_template_that_never_ends_stops_a_file_of_many_lines(bpe, monkeypatch):
     monkeypatch.setattr(chat_template, "SECONDS", 0.05)
     ours, starts = ours_of(of_transformers(bpe, HOSTILE["never ends"])), []
@@ -533,6 +570,15 @@ def test_special_tokens_of_a_chat_are_text_unless_they_are_asked_for(bpe):
     ours.chat.close()
 
 
+def test_a_mark_lies_behind_the_first_token_and_inside_of_the_text():
+    """So that the other tokens stay as they are without it."""
+    for first, cut in enumerate([1, 1, 2, 3, 4, 4]):
+        cutting = SimpleNamespace(encode=lambda text: [text], decode=lambda ids, first=first: ids[0][:first])
+        cutting.special = {"<a>": 1, "<a>bc": 2}
+        chats = Chats(SimpleNamespace(fingerprint="", close=None), cutting)
+        assert chats._marked(["x<a>bcy", 7]) == [f"x{'<a>bc'[:cut]}{MARK}{'<a>bc'[cut:]}y", 7]
+
+
 def test_special_tokens_in_the_keys_of_tools_are_text(bpe):
     ours = ours_of(of_transformers(bpe, "{{ tools | tojson }}" + CHATML))
     ids = [ids_and_mask(encode(ours, said("a", "b"), [{"name": "x", key: 1}]))[0] for key in ("<|im_end|>", "end")]
@@ -576,8 +622,11 @@ def test_what_a_template_did_not_make_keeps_its_name(bpe, tmp_path):
     first, second = ours_of(theirs), ours_of(theirs, CHATML.replace("\n", " "))
     prints = [TokenizedFiles([prompts], tokenizer, cache, READERS).fingerprint for tokenizer in (plain, first, second)]
     assert len({*prints}) == 1
-    prints = [TokenizedFiles([chats], tokenizer, cache, READERS).fingerprint for tokenizer in (first, second, first)]
-    assert prints[0] == prints[2] != prints[1]
+    text, tokens = theirs.backend_tokenizer.to_str().encode(), theirs.special_tokens_map | {"pad_token": "x"}
+    other_tokens = HfTokenizer(text, theirs.eos_token, None, "here/tokenizer.json", ({"default": CHATML}, tokens))
+    all_of_them = first, second, other_tokens, ours_of(theirs)
+    prints = [TokenizedFiles([chats], tokenizer, cache, READERS).fingerprint for tokenizer in all_of_them]
+    assert prints[0] == prints[3] and len({*prints}) == 3
     assert first.chat.template._process is None, "the process ends with the files"
 
 

@@ -18,7 +18,7 @@ from minitron.config import cli, rules
 from minitron.data import build, sft
 from minitron.data.cache import Cache
 from minitron.data.sft import SHOWN, TokenizedFiles, encode_row
-from minitron.interop.rows import READERS, read_rows
+from minitron.interop.rows import READERS, read_rows, to_messages
 from minitron.interop.tokenizers import ByteTokenizer, load_tokenizer
 from test_pretrain import records
 from test_sft import S, datasets, rows, write
@@ -132,6 +132,32 @@ def test_bad_rows_of_others(tmp_path, row, message):
         path = tmp_path / "a.json"
         path.write_text(json.dumps([{"prompt": "a", "completion": "b"}, row]))
         datasets(tmp_path, [path])
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "a", "instruction": "b", "output": "c"},
+        {"completion": "a", "instruction": "b", "output": "c"},
+        {"prompt": "a", "conversations": TURNS},
+        {"prompt": "a", "completion": ASKED[0]},
+        {"prompt": "a", "completion": "b"},
+        {"prompt": "of another chat", "messages": ASKED[0]},
+        {"prompt": "the", "messages": "a"},
+        {"instruction": "a"},
+        {"output": "a", "input": "b"},
+        {},
+        ["a"],
+    ],
+)
+def test_a_row_of_no_format_or_of_two_stays_as_it_is(row):
+    assert to_messages(row) is row
+
+
+def test_messages_come_before_turns_and_turns_before_instructions():
+    others = {"instruction": "a", "output": "b", "conversations": TURNS}
+    assert to_messages(others | {"messages": ASKED[0]}) == others | {"messages": ASKED[0]}
+    assert to_messages(others)["messages"] == ASKED[1]
 
 
 def test_a_key_system_is_the_first_message_of_every_kind_of_row(tmp_path):

@@ -191,6 +191,8 @@ def test_llama3_has_256_special_tokens(llama3_file):
     tokenizer, n = load_tokenizer(f"llama3:{llama3_file}"), len(vocabulary()[0])
     assert tokenizer.vocab_size == n + 256 and tokenizer.eod == n + 1
     names = [tokenizer.decode([n + i]) for i in range(256)]
+    around = [*tokenizer.encode("the"), n + 9, *tokenizer.encode(" dog")]
+    assert tokenizer.encode("the<|eot_id|> dog", special=True) == around and n + 9 not in tokenizer.encode("<|eot_id|>")
     assert len(set(names)) == 256 and names[:2] == ["<|begin_of_text|>", "<|end_of_text|>"]
     assert (names[9], names[11], names[255]) == (
         "<|eot_id|>",
@@ -330,6 +332,12 @@ def test_malformed_gpt2_files_are_an_error(gpt2_folder, tmp_path, change, messag
         (lambda lines: lines[:5] + [b"Y*I= 5"], "line 6 is not 'base64 rank'"),
         (lambda lines: lines[1:], "ids must count from 0"),
         (lambda lines: [], "ids must count from 0"),
+        (lambda lines: [*lines[:-1], lines[-1].split()[0] + b" %d" % len(lines)], "ids must count from 0"),  # a gap
+        (lambda lines: [*lines[:-1], lines[-1].split()[0] + b" 300"], "ids must count from 0"),  # one twice
+        (  # all ids, and no token for one of the bytes
+            lambda lines: [line.split()[0] + b" %d" % i for i, line in enumerate(lines[1:])],
+            "ids must count from 0",
+        ),
     ],
 )
 def test_malformed_llama3_files_are_an_error(llama3_file, tmp_path, change, message):

@@ -14,7 +14,7 @@ from minitron.data.build import build_datasets
 from minitron.data.corpus import read_sources
 from minitron.data.sft import encode_chat
 from minitron.interop.rows import READERS
-from minitron.interop.tokenizers import LLAMA3_SPLIT, SPECIAL, _printable_bytes, load_tokenizer
+from minitron.interop.tokenizers import LLAMA3_SPLIT, SPECIAL, _content, _printable_bytes, load_tokenizer
 
 transformers = pytest.importorskip("transformers")
 library = pytest.importorskip("tokenizers")
@@ -168,7 +168,10 @@ def test_the_fingerprint_is_that_of_the_tokens(hf, tmp_path):
     content = json.loads((hf / "tokenizer.json").read_text())
     end = (hf / "tokenizer_config.json").read_text()
     prints = [load_tokenizer(f"hf:{hf}").fingerprint]
+    turned = lambda value: {key: turned(value[key]) for key in reversed(value)} if isinstance(value, dict) else value
+    added = [turned(token) for token in content["added_tokens"]]
     changes = (
+        turned(content) | {"added_tokens": added},  # the same in another order
         {"truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}},
         {"pre_tokenizer": None},
     )
@@ -177,7 +180,18 @@ def test_the_fingerprint_is_that_of_the_tokens(hf, tmp_path):
         (tmp_path / f"{i}/tokenizer.json").write_text(json.dumps(content | change))
         (tmp_path / f"{i}/tokenizer_config.json").write_text(end)
         prints.append(load_tokenizer(f"hf:{tmp_path}/{i}").fingerprint)
-    assert prints[0] == prints[1] != prints[2] and len(prints[0]) == 16
+    assert prints[0] == prints[1] == prints[2] != prints[3] and len(prints[0]) == 16
+
+
+@pytest.mark.parametrize("given, text", [("a", "a"), ({"content": "a", "lstrip": True}, "a"), (None, None)])
+def test_a_token_is_a_text_or_an_object_with_one(given, text):
+    assert _content(given) == text
+
+
+@pytest.mark.parametrize("given", [True, 7, ["a"], {}, {"content": True}])
+def test_a_setting_whose_name_ends_as_a_token_s_is_none(given):
+    """As add_bos_token, which would be a variable of chat templates."""
+    assert _content(given) is None
 
 
 @pytest.mark.parametrize(

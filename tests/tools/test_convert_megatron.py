@@ -225,6 +225,8 @@ def test_without_arguments_keys_say_it_and_win(source, tmp_path):
     assert all(torch.equal(a, weights_of(expected)[name]) for name, a in weights_of(tmp_path / "out").items())
     convert(folder, tmp_path / "yaml", expected / "model.yaml", "--dtype", "bf16")
     assert weights_of(tmp_path / "yaml")["head.norm.weight"].dtype == torch.bfloat16
+    reader = Reader(tmp_path / "yaml")
+    assert (reader.config["precision"]["dtype"], reader.iteration, reader.consumed_samples) == ("bf16", 0, 0)
 
 
 def llama(tmp_path, change=None, args=LLAMA):
@@ -305,6 +307,19 @@ def model_with(reader, monkeypatch, args, accepted=()):
     """The model that is read from the tensors of a checkpoint and these arguments."""
     monkeypatch.setattr(reader, "common", lambda: args)
     return convert_megatron.model_of(reader, set(reader.names()), [], set(accepted))[0]
+
+
+def test_rope_is_scaled_by_megatron_s_factor_unless_another_is_given(readers, monkeypatch):
+    scaled = lambda **args: model_with(readers[False], monkeypatch, LLAMA | args).rope_scaling
+    assert scaled() is None and scaled(use_rope_scaling=False, rope_scaling_factor=4.0) is None
+    assert scaled(use_rope_scaling=True).factor == scaled(use_rope_scaling=True, rope_scaling_factor=None).factor == 8.0
+    assert scaled(use_rope_scaling=True, rope_scaling_factor=4.0).factor == 4.0
+
+
+@pytest.mark.parametrize("heads", [0, -4, "4", 4.5, 3])
+def test_heads_that_no_model_has_are_refused(readers, monkeypatch, heads):
+    with pytest.raises(ValueError, match="head"):
+        model_with(readers[False], monkeypatch, LLAMA | {"num_attention_heads": heads})
 
 
 OTHER_NETWORKS = dict(

@@ -3,9 +3,11 @@
 import gzip
 import json
 import lzma
+import pickle
 import subprocess
 import sys
 import tracemalloc
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -131,6 +133,14 @@ def test_a_pickle_takes_no_more_than_its_bytes_allow(monkeypatch):
     with pytest.raises(ValueError, match="m is refused"):
         torch_dist.unpickle(b"\x80\x02Nr\xff\xff\xff\x03.", "m")
     assert torch_dist.unpickle(b"\x80\x02Nr\xff\xff\x00\x00.", "m") is None
+
+
+def test_a_large_pickle_may_take_more_memory_than_a_small_one(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch_dist, "limited_memory", lambda more: asked.append(more) or nullcontext())
+    small, large = pickle.dumps([1]), pickle.dumps([1] * 999)
+    assert [torch_dist.unpickle(data, "m") for data in (small, large)] == [[1], [1] * 999]
+    assert asked == [torch_dist.MEMORY_BYTES + torch_dist.MEMORY_TIMES * len(data) for data in (small, large)]
 
 
 # ---- names of files -------------------------------------------------------------------------------------------------
