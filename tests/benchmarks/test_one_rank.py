@@ -448,7 +448,7 @@ def test_a_measurement_that_hangs_is_ended_and_the_others_go_on(tmp_path, monkey
     (tmp_path / "hangs 0 on").touch()
     call = ["--missing", "--results", str(tmp_path / "results.jsonl"), "--workers", "2", "--seconds", "1000"]
     assert recipes.main(call) == 1 and len(begun()) == 5
-    assert "rank 0 of 128" in (output := capsys.readouterr().out) and "took longer than 3 s" in output
+    assert "rank 0 of 128" in (output := capsys.readouterr().out) and re.search(r"took longer than \d+ s", output)
     assert not [child for child in multiprocessing.active_children() if isinstance(child, workers.FORK.Process)]
 
 
