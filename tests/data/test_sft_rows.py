@@ -34,12 +34,14 @@ ASKED = [
     [message("user", "the\n\nend"), message("assistant", "it")],
     [message("user", "the"), message("assistant", "end"), message("user", "it"), message("assistant", "the")],
     [message("system", "it"), message("user", "end"), message("assistant", "the")],
+    [message("user", "the"), message("assistant", "end")],
 ]
 TURNS = [{"from": who, "value": text} for who, text in zip(["human", "gpt"] * 2, ["the", "end", "it", "the"])]
 OTHERS = [
     {"instruction": "the", "input": "end", "output": "it"},
     {"conversations": TURNS},
     {"instruction": "end", "input": "", "output": "the", "system": "it"},
+    {"instruction": "the", "input": None, "output": "end"},
 ]
 
 
@@ -72,7 +74,7 @@ def test_other_keys_and_files_are_messages(tmp_path, llama3_file, kind):  # noqa
         assert tokens(path, tokenizer, tmp_path) == expected
         if kind in ("parquet", "arrow"):
             for (_, row), given in zip(read_rows(str(path)), content, strict=True):
-                assert row | given == row
+                assert row == row | {key: value for key, value in given.items() if value is not None}
 
 
 def schema_of(pyarrow):

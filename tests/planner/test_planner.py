@@ -458,6 +458,7 @@ def test_operations_are_the_actions_of_the_schedule_without_messages(sizes):
         ["parallel.pp=4", "parallel.vp=2"],
         ["parallel.tp=2", "parallel.cp=2"],
         ["parallel.pp=2", "parallel.layers_per_stage=[3,5]", "precision.fp8=delayed"],
+        ["data.source=mock", "data.separate_documents=true"],
     ],
 )
 def test_parts_add_up_to_the_step(overrides):
@@ -469,7 +470,8 @@ def test_parts_add_up_to_the_step(overrides):
     assert job.timeline == timeline and job.step_seconds == pytest.approx(timeline.makespan + rest)
     assert all(seconds > -1e-9 for seconds in job.seconds.values())
     t, peak = cfg.train, flops.peak_tflops("H100", cfg.precision.fp8 != "none")
-    operations = t.global_batch_size * flops.full(cfg.model, t.seq_len)
+    squares = t.seq_len * document_tokens(cfg)
+    operations = t.global_batch_size * flops.full(cfg.model, t.seq_len, squares)
     assert job.mfu_percent == pytest.approx(100 * operations / job.step_seconds / 8 / (peak * 1e12))
     assert job.tokens_per_second == pytest.approx(t.global_batch_size * t.seq_len / job.step_seconds)
 
