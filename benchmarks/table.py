@@ -75,20 +75,20 @@ def origins(entries: list[dict]) -> list[str]:
 
 def steps(rows: list[dict]) -> str:
     """A line for each command of benchmarks/step.py and kind of GPU, its newest record, H100's first."""
-    found = {(row["command"], row["gpu"]): row for row in rows if row["kind"] == "step"}
+    found = {(row["command"], row["gpu"], row["world"]): row for row in rows if row["kind"] == "step"}
     mine = sorted(found.values(), key=lambda row: "H100" not in (row["gpu"] or ""))
     lines = [
         "# Steps of minitron alone",
         "",
-        "Written by `python benchmarks/table.py`. Models with fewer layers, or on fewer GPUs, than a job has.",
+        "Written by `python benchmarks/table.py`. Models have fewer layers, or run on fewer GPUs, than a job's.",
         "",
-        "| command | GPUs | step s | tokens/s a GPU | GiB |",
-        "|---|---|---|---|---|",
+        "| command | GPUs | step s | tokens/s a GPU | GiB | commit |",
+        "|---|---|---|---|---|---|",
     ]
     for row in mine:
         gib = "unknown" if row["peak_gib"] is None else f"{row['peak_gib']:.2f}"
         cells = [f"`{row['command']}`", f"{row['world']} {gpu_of(row)}", f"{row['step_seconds']:.4f}"]
-        cells += [f"{row['tokens_per_second_per_gpu']:,.0f}", gib]
+        cells += [f"{row['tokens_per_second_per_gpu']:,.0f}", gib, (row["commit"] or "unknown")[:10]]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", *origins(mine)]) + "\n"
 

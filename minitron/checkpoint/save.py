@@ -120,8 +120,10 @@ def can_save(cfg: Config, mesh: Mesh, log: Log) -> bool:
     without a save, and the log has a warning.
     """
     c = cfg.checkpoint
-    if c.dir is None or c.every is not None or c.local_dir is not None:
-        return c.dir is not None
+    if c.dir is None:
+        return False
+    if c.every is not None or c.local_dir is not None:
+        return True
     directory = Path(c.dir).expanduser()
     try:
         mesh.agreement.decide(lambda: None, lambda _: make_writable(directory), ERRORS)

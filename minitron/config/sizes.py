@@ -184,11 +184,12 @@ class StateBytes:
     def lasting_parts(self, rank: int) -> tuple[int, int, int, int]:
         """Count the bytes of parameters, gradients, optimizer and FP8 weights."""
         count, trained, kept = (sum(map(of, self.stages(rank))) for of in (self.parameters, self.trained, self.kept))
-        casts, last = 2 * self.cast(rank) - kept, self.cfg.parallel.pp - 1
+        casts, pp = 2 * self.cast(rank) - kept, self.cfg.parallel.pp
+        tied = self.cfg.model.tie_embeddings and not self.frozen and pp > 1 and rank in (0, pp - 1)
         gradients = self.grad_bytes * trained
         if self.slice_bytes > self.grad_bytes:  # the reduced slice is not in the bucket
             gradients += self.slice_bytes * trained // self.shards
-        elif self.grad_bytes < 4 and self.cfg.model.tie_embeddings and not self.frozen and last and rank in (0, last):
+        elif self.grad_bytes < 4 and tied:
             gradients += 4 * self.table  # the sum of the tied weight's two copies
         return ITEM * count - kept, gradients, 12 * trained // self.shards, casts
 

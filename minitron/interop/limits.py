@@ -8,8 +8,8 @@ from contextlib import contextmanager
 def limit_memory(more: int) -> None:
     """From here on an allocation raises MemoryError if this process would hold `more` bytes more than now.
 
-    What libraries have reserved before does not count: some reserve memory for each core. The limit holds for all
-    threads. Without /proc (macOS) there is none.
+    What libraries have reserved before does not count: some libraries reserve memory for each core. The limit holds for
+    all threads. Without /proc (macOS) there is none.
     """
     try:
         with open("/proc/self/statm") as file:
@@ -24,7 +24,7 @@ def limit_memory(more: int) -> None:
 
 @contextmanager
 def limited_memory(more: int) -> Iterator[None]:
-    """Limit the memory inside, as above."""
+    """Inside, limit memory as `limit_memory` does."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     limit_memory(more)
     try:

@@ -166,7 +166,7 @@ class Gemm:
     ) -> tuple[Payload, Tensor | None]:
         """Return the gradient of `inner` as its products read it; dy [m, f] is the gradient of its activation.
 
-        `inner` is not needed afterwards: the gradient may be written over it.
+        The caller must not read `inner` afterwards: the gradient may be written over it.
         sums: whether to return the float32 sum over rows, the gradient of the bias; otherwise that is None.
         """
         dx, total = act.backward(dy, inner, sums, over_x=True)

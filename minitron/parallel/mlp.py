@@ -9,8 +9,8 @@ The idea: one autograd function, in which one kernel computes, casts and sums (`
     backward   dy cast -> down -> d activation -> gradient of inner, cast and summed for the bias, -> up -> dx
 
 It keeps inner and the casts of x and of the activation for the backward pass. With `recompute_input` (selective
-recomputation) or frozen weights it keeps inner alone. In other formats it computes the same without casts, and writes
-the gradient of inner over inner.
+recomputation) or frozen weights it keeps inner alone. In other formats it computes the same without casts. A gradient
+of inner that its kernel does not cast is written over inner.
 
 An adapter (model/lora.py) reads x or the activation in full precision, so a layer with one runs as linear, `activate`,
 linear.

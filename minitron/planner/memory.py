@@ -29,8 +29,8 @@ A step that is recorded as CUDA graphs (pipeline/replay.py) needs more: 4 to 8 K
 The pool of its activations also has more fragments than eager steps have. Evaluation reuses the buffers of a step's FP8
 casts. None of this is part of the peak: if there is no room for a recording, the steps stay eager.
 
-Steps that count what casts lose (log.numerics_every) have a second recording. At their peak the gradient of the MLP's
-inner values exists in bf16. Other steps cast it at once. The comparison with the cast also needs temporaries.
+Steps that count what casts lose (log.numerics_every) have a second recording. The comparison with the cast needs
+temporaries.
 
 Sizes that the trainer has a name for come from config/sizes.py. What autograd keeps has none: these formulas follow
 kernels/, parallel/ and model/gpt.py, and tests compare them with what the trainer allocates. Left out: the padding of
@@ -167,10 +167,10 @@ class Memory(StateBytes):
         m, p, t = self.cfg.model, self.cfg.parallel, self.cfg.train
         h, f = m.hidden_size, m.ffn_hidden_size // self.tp
         gathered = h * ITEM * self.tokens if self.tp > 1 else 0
-        # The activation's gradient, and that of the activation's input, which is written over the input if it is not
-        # cast; before that the recomputed activation is there.
-        inner = 2 if self.llama else 1
-        beside = inner if self.fp8_blocks[stage] or self.frozen else t.recompute == "selective"
+        # The gradient of the MLP's activation. Beside it the casts of the inner gradient in FP8, a new tensor where an
+        # adapter reads the activation, or the recomputed activation. Otherwise the inner gradient needs no memory.
+        inner, adapted = (2 if self.llama else 1), not self.adapters.keys().isdisjoint(("mlp.up", "mlp.down"))
+        beside = inner if self.fp8_blocks[stage] or adapted else int(t.recompute == "selective" and not self.frozen)
         block = 2 * h * ITEM * self.rows + 2 * gathered + (1 + beside) * f * ITEM * self.tokens
         if self.fp8_blocks[stage] and self.counts:
             block += 4 * min(inner * f * self.tokens, sizes.COUNTED_AT_ONCE)

@@ -231,6 +231,7 @@ def test_parameters_are_those_of_the_model(family, layout):
 
 
 COUNTING = "log.dir=unused", "log.numerics_every=100"  # what casts lose
+LONG = "model.max_positions=32768", "train.seq_len=32768", "data.document_length=null", "data.separate_documents=false"
 
 
 # Tolerance: what waits between stages and inside of an operation is counted by its largest moment, not by its own.
@@ -241,6 +242,7 @@ COUNTING = "log.dir=unused", "log.numerics_every=100"  # what casts lose
     "qwen3_8b_lora lora.targets=[q,v,down]",
     "llama3_8b model.num_layers=2 model.head_piece=2048 parallel.pp=2 parallel.schedule=zb-h1",
     "llama3_8b parallel.pp=4 parallel.schedule=zb-h1 precision.fp8=delayed precision.fp8_head=true",
+    " ".join(["llama3_8b_lora", *LONG, "model.head_piece=2048", "train.recompute=full"]),
 )
 @pytest.mark.parametrize(
     "layout",
@@ -315,6 +317,7 @@ COUNTING = "log.dir=unused", "log.numerics_every=100"  # what casts lose
             2,
             ["model.num_layers=2", "model.attention=reference", "parallel.cp=2", "parallel.cp_style=ulysses"],
         ),
+        ("llama3_8b_lora", 1, [*LONG, "model.head_piece=2048", "train.recompute=full"]),
     ],
     ids=lambda layout: " ".join([layout[0], *layout[2]]),
 )

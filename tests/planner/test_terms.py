@@ -464,7 +464,9 @@ COUNTED = [FP8, "log.dir=unused", "log.numerics_every=10"]
         (COUNTED, 3, 2),
         ([*COUNTED, "precision.fp8_bf16_layers=3"], 1, 0),  # of which this stage has two
         ([*GPT3, FP8], 2, 0),
-        ([*GPT3, *LORA[:1]], 2, 0),
+        ([*LORA[:1], "train.recompute=selective"], 1, 0),  # no adapter reads the activation
+        ([*GPT3, *LORA[:1]], 1, 0),
+        ([*GPT3, *LORA[:1], "lora.targets=[down]"], 2, 0),
         ([*GPT3, *COUNTED], 2, 1),
     ],
 )
