@@ -10,7 +10,7 @@ are recorded, and its pictures.
 `--formats` asks another question: may a recipe use a number format? minitron alone trains in bf16, with gradients in
 bf16, and in FP8 with delayed and current scales, each from two seeds. A format passes if its loss is no further from
 that of bf16 than the seeds are from each other, or than TOLERANCE. Without a configuration it takes those of GATE.
-`--causes` changes one thing at a time in short runs of GPT-2's size, to bring FP8 closer to bf16 (CAUSES).
+`--changes` changes one thing at a time in short runs of GPT-2's size, to bring FP8 closer to bf16 (CHANGES).
 
 Megatron-core gets minitron's weights, batches, learning rate and weight decay (peers/megatron.py); loss, gradients,
 clipping and update are its own. `--trainer` makes one of these runs in this process, under torchrun or not, and prints
@@ -66,7 +66,7 @@ SHORT = (
 )
 SEEDS = 1234, 1235
 # What is changed: the keys of both runs, those of FP8's alone, FP8's recipe, and the seeds.
-CAUSES: dict[str, tuple[tuple[str, ...], tuple[str, ...], str, tuple[int, ...]]] = {
+CHANGES: dict[str, tuple[tuple[str, ...], tuple[str, ...], str, tuple[int, ...]]] = {
     "nothing": ((), (), "delayed", SEEDS),
     "current scaling": ((), (), "current", SEEDS),
     "first and last layer in bf16": ((), ("precision.fp8_bf16_layers=1",), "delayed", SEEDS[:1]),
@@ -119,7 +119,7 @@ def main(argv: list[str] | None = None) -> dict | None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("config", nargs="*", metavar="CONFIG.yaml | section.key=value")
     parser.add_argument("--formats", action="store_true", help="compare number formats instead of trainers")
-    parser.add_argument("--causes", action="store_true", help="change one thing at a time to bring FP8 closer")
+    parser.add_argument("--changes", action="store_true", help="change one thing at a time to bring FP8 closer")
     parser.add_argument("--trainer", choices=("minitron", "megatron"), help="make one run in this process")
     recipes = "delayed", "current", "block"
     parser.add_argument("--fp8", choices=recipes, default="delayed", help="the FP8 recipe (default delayed)")
@@ -131,11 +131,11 @@ def main(argv: list[str] | None = None) -> dict | None:
     args.config.sort(key=lambda argument: "=" in argument)  # the file first: rows are known by it
     if args.each < 1:
         parser.error(f"--each={args.each}: at least one run has a GPU; use 1 or more")
-    if args.causes and (args.config or args.formats):
-        parser.error("--causes has configurations of its own: name none, and no --formats")
-    if args.causes:
-        make_missing(args, [*dict.fromkeys(run for pair in of_causes().values() for run in pair)])
-        print(causes(record.rows(args.results)))
+    if args.changes and (args.config or args.formats):
+        parser.error("--changes has configurations of its own: name none, and no --formats")
+    if args.changes:
+        make_missing(args, [*dict.fromkeys(run for pair in of_changes().values() for run in pair)])
+        print(changes(record.rows(args.results)))
         return write_page(args.results) if args.page else None
     if not (args.config or args.formats):
         parser.error("name a configuration")
@@ -169,10 +169,10 @@ def of_formats(config: tuple[str, ...], seed: int) -> list[Run]:
     return [Run(config, "minitron", fp8, s, gradients) for fp8, gradients in FORMATS for s in (seed, seed + 1)]
 
 
-def of_causes() -> dict[tuple[str, int], tuple[Run, Run]]:
+def of_changes() -> dict[tuple[str, int], tuple[Run, Run]]:
     """For each thing changed and each seed: the runs in bf16 and in FP8."""
     pairs = {}
-    for name, (both, keys, fp8, seeds) in CAUSES.items():
+    for name, (both, keys, fp8, seeds) in CHANGES.items():
         for seed in seeds:
             configs = (*SHORT, *both), (*SHORT, *both, *keys)
             pairs[name, seed] = Run(configs[0], "minitron", "none", seed), Run(configs[1], "minitron", fp8, seed)
@@ -260,10 +260,10 @@ def gate(found: dict[Run, dict]) -> str:
     return "\n".join(lines)
 
 
-def causes(rows: list[dict]) -> str:
+def changes(rows: list[dict]) -> str:
     """A line a change: how far FP8 is from bf16 with the same keys and seed."""
     lines = ["| changed | seed | bf16 | FP8 | from bf16 |", "|---|---|---|---|---|"]
-    for (name, seed), pair in of_causes().items():
+    for (name, seed), pair in of_changes().items():
         found = [row for run in pair if (row := newest(run, rows))]
         if len(found) == 2:
             bf16, fp8 = (fifth(row["curve"]) for row in found)
@@ -304,11 +304,11 @@ formats compares means of the last fifth. Its runs have one microbatch a step on
 distance from bf16 is at most that of bf16's two seeds from each other, or 0.01.
 """
 
-WHY = """\
+CHANGES_PAGE = """\
 ## What was changed to bring FP8 closer at GPT-2's size
 
 ```
-python benchmarks/curves.py --causes
+python benchmarks/curves.py --changes
 ```
 
 Short runs, 8,192 tokens a step; means of the last fifth. A difference says little that is smaller than that of the two
@@ -328,7 +328,7 @@ def write_page(results: Path) -> None:
 
 def page(rows: list[dict]) -> tuple[str, dict[str, tuple[dict[Run, dict], str]]]:
     """Return the page, and the runs and the title of each of its pictures."""
-    short = {run.config for pair in of_causes().values() for run in pair}
+    short = {run.config for pair in of_changes().values() for run in pair}
     curves = [row for row in rows if row["kind"] == "curve"]
     of_short = [row for row in curves if tuple(row["config"]) in short]
     curves = [row for row in curves if tuple(row["config"]) not in short]
@@ -349,7 +349,7 @@ def page(rows: list[dict]) -> tuple[str, dict[str, tuple[dict[Run, dict], str]]]
         lines += [f"## {title}", "", "```", command, "```", "", (gate if of_gate else table)(found)]
         lines += ["", f"![losses]({name})", "", *dict.fromkeys(map(record.origin, found.values())), ""]
     if of_short:
-        lines += [WHY, causes(of_short), "", *dict.fromkeys(map(record.origin, of_short)), ""]
+        lines += [CHANGES_PAGE, changes(of_short), "", *dict.fromkeys(map(record.origin, of_short)), ""]
     return "\n".join(lines), pictured
 
 

@@ -158,9 +158,8 @@ def _newest_checkpoint(cfg: Config, directory: Path) -> Reader | None:
     Raises CheckpointError for a damaged checkpoint, and for a directory in which a run with saves cannot write.
     """
     c, reader = cfg.checkpoint, None
-    saves = c.every is not None or c.local_dir is not None
     unwritable = lambda e: f"checkpoint.dir={c.dir} cannot be written: {e}; name another directory, or null for none"
-    if saves:
+    if c.saves:
         with errors_as(CheckpointError, unwritable, CheckpointError):
             make_writable(directory)
     if c.resume:
@@ -169,7 +168,7 @@ def _newest_checkpoint(cfg: Config, directory: Path) -> Reader | None:
             reader = _open_newest(directory, c.resume_step)
     step = 0 if reader is None else reader.iteration
     last = cfg.train.steps if cfg.train.epochs is None else MAX_STEPS  # known once the data are open
-    if saves and (foreign := foreign_folder(directory, step, last)):
+    if c.saves and (foreign := foreign_folder(directory, step, last)):
         why = "is in the way of a save of this run: it holds files that no save wrote"
         raise CheckpointError(f"{foreign} {why}; move it away, or use another checkpoint.dir")
     return reader

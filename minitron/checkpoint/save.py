@@ -122,7 +122,7 @@ def can_save(cfg: Config, mesh: Mesh, log: Log) -> bool:
     c = cfg.checkpoint
     if c.dir is None:
         return False
-    if c.every is not None or c.local_dir is not None:
+    if c.saves:
         return True
     directory = Path(c.dir).expanduser()
     try:

@@ -269,6 +269,11 @@ class CheckpointConfig:
     )
     export_every: int = key(1, "export every n-th save, and the last", COUNT, {"checkpoint.export": ("hf",)})
 
+    @property
+    def saves(self) -> bool:
+        """Whether a run with `dir` saves even if no signal ends it."""
+        return self.every is not None or self.local_dir is not None
+
 
 @dataclass(frozen=True)
 class FinetuneConfig:

@@ -100,15 +100,15 @@ def test_a_format_passes_within_the_spread_of_seeds(tmp_path, capsys):
     ]
 
 
-def test_causes_change_one_thing_at_a_time(tmp_path, capsys, monkeypatch):
+def test_changes_are_made_one_thing_at_a_time(tmp_path, capsys, monkeypatch):
     path = tmp_path / "rows.jsonl"
     monkeypatch.setattr(curves, "SHORT", tuple(sorted(TINY, key=lambda argument: "=" in argument)))
-    monkeypatch.setattr(curves, "CAUSES", {
+    monkeypatch.setattr(curves, "CHANGES", {
         "nothing": ((), (), "delayed", (7,)),
         "head": ((), ("precision.fp8_head=true",), "delayed", (7,)),
         "the rate": (("optimizer.lr=1e-2",), (), "current", (7,)),
     })  # fmt: skip
-    curves.main(["--causes", "--results", str(path), "--page", "--each", "2"])
+    curves.main(["--changes", "--results", str(path), "--page", "--each", "2"])
     rows = record.rows(path)
     assert len(rows) == 5  # the first two share their run in bf16
     last = {(row["config"][-1], row["fp8"]): row["last"] for row in rows}

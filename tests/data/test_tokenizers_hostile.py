@@ -222,7 +222,7 @@ def test_what_libraries_reserve_is_no_part_of_a_trials_memory(tmp_path, monkeypa
     """numpy's OpenBLAS reserves memory for each core: on 64 of them no tokenizer loaded."""
     reserve = f"import mmap\nreserved = mmap.mmap(-1, {TRIAL_BYTES})\n"
     monkeypatch.setattr(tokenizers, "TRIAL", reserve + tokenizers.TRIAL)
-    load_tokenizer(write(tmp_path / "t", json.dumps(ordinary()).encode()))
+    assert load_tokenizer(write(tmp_path / "t", json.dumps(ordinary()).encode())).eod == 258
 
 
 @pytest.mark.parametrize(
