@@ -8,8 +8,9 @@ are recorded, and its pictures.
     minitron bf16    minitron fp8    minitron bf16, next seed    megatron bf16    megatron fp8
 
 `--formats` asks another question: may a recipe use a number format? minitron alone trains in bf16, with gradients in
-bf16, and in FP8 with delayed and current scales, each from two seeds. A format passes if its loss is no further from
-that of bf16 than the seeds are from each other, or than TOLERANCE. Without a configuration it takes those of GATE.
+bf16 (in one microbatch a step, and added over eight), and in FP8 with delayed and current scales, each from two seeds.
+A format passes if its loss is no further from that of bf16 than the seeds are from each other, or than TOLERANCE.
+Without a configuration it takes those of GATE.
 `--changes` changes one thing at a time in short runs of GPT-2's size, to bring FP8 closer to bf16 (CHANGES).
 
 Megatron-core gets minitron's weights, batches, learning rate and weight decay (peers/megatron.py); loss, gradients,
@@ -44,7 +45,8 @@ from minitron.planner import style
 
 POINTS = 100  # of a recorded curve, each a mean
 MOST_SECONDS = 1800  # after which a run counts as hanging
-FORMATS = ("none", "fp32"), ("none", "bf16"), ("delayed", "fp32"), ("current", "fp32")  # FP8 recipe, gradients
+# FP8 recipe, gradients, microbatches of a step
+FORMATS = ("none", "fp32", 1), ("none", "bf16", 1), ("none", "bf16", 8), ("delayed", "fp32", 1), ("current", "fp32", 1)
 TOLERANCE = 0.01
 TEXT = (
     *("data.source=indexed", "data.paths=[data/gate_text_document]", "data.tokenizer=hf:tokenizers/gate"),
@@ -85,6 +87,7 @@ class Run:
     fp8: str
     seed: int
     gradients: str = "fp32"
+    microbatches: int = 1  # of a step, where it is not what the configuration says
 
     def __str__(self) -> str:
         return f"{self.name} seed {self.seed}"
@@ -97,6 +100,7 @@ class Run:
     @property
     def format(self) -> str:
         gradients = ", gradients bf16" if self.gradients == "bf16" else ""
+        gradients += f" over {self.microbatches} microbatches" if self.microbatches > 1 else ""
         return ("bf16" if self.fp8 == "none" else f"FP8 {self.fp8}") + gradients
 
     @property
@@ -106,12 +110,14 @@ class Run:
     @property
     def keys(self) -> list[str]:
         backend = "te" if torch.cuda.device_count() else "torch"  # the same numbers, on a CPU
+        size = cli.load(self.config).train.global_batch_size // self.microbatches
         return [
             *self.config,
             f"train.seed={self.seed}",
             f"precision.fp8={self.fp8}",
             f"optimizer.grad_dtype={self.gradients}",
             *[f"precision.fp8_backend={backend}"] * (self.fp8 != "none"),
+            *[f"train.micro_batch_size={size}"] * (self.microbatches > 1),
         ]
 
 
@@ -166,7 +172,7 @@ def wanted(config: tuple[str, ...], seed: int, fp8: str) -> list[Run]:
 
 def of_formats(config: tuple[str, ...], seed: int) -> list[Run]:
     """Runs of minitron in each format, from two seeds."""
-    return [Run(config, "minitron", fp8, s, gradients) for fp8, gradients in FORMATS for s in (seed, seed + 1)]
+    return [Run(config, "minitron", fp8, s, *others) for fp8, *others in FORMATS for s in (seed, seed + 1)]
 
 
 def of_changes() -> dict[tuple[str, int], tuple[Run, Run]]:
@@ -180,8 +186,9 @@ def of_changes() -> dict[tuple[str, int], tuple[Run, Run]]:
 
 
 def newest(run: Run, rows: list[dict]) -> dict | None:
-    """The newest row of a run. Rows without the format of gradients have float32."""
-    return next((row for row in reversed(rows) if run.identity.items() <= ({"gradients": "fp32"} | row).items()), None)
+    """The newest row of a run. Rows that say neither have float32 gradients, and microbatches as configured."""
+    told = {"gradients": "fp32", "microbatches": 1}
+    return next((row for row in reversed(rows) if run.identity.items() <= (told | row).items()), None)
 
 
 def make_missing(args: argparse.Namespace, runs: list[Run]) -> None:
@@ -300,8 +307,8 @@ PAGE = """\
 Written by `python benchmarks/curves.py ... --page`; no figure is typed in. The same weights and the same batches in the
 same order, but for the last run, which shows what another seed makes of it. Losses are means of a hundredth of the
 steps: the last one, how far it is from the first run's, that of the last fifth, and the widest of all. A table of
-formats compares means of the last fifth. Its runs have one microbatch a step on one GPU. A format passes if its mean
-distance from bf16 is at most that of bf16's two seeds from each other, or 0.01.
+formats compares means of the last fifth. Its runs are on one GPU, with one microbatch a step unless the name says
+otherwise. A format passes if its mean distance from bf16 is at most that of bf16's two seeds from each other, or 0.01.
 """
 
 CHANGES_PAGE = """\

@@ -8,6 +8,7 @@ from torch import nn
 
 from benchmarks import curves, record, text
 from benchmarks.peers.same_weights import copy_weights
+from minitron.config import cli
 from minitron.config.schema import ModelConfig
 from minitron.interop import hf
 from minitron.interop.convert_megatron import BLOCK, LAYERS, REST, arranged
@@ -98,6 +99,16 @@ def test_a_format_passes_within_the_spread_of_seeds(tmp_path, capsys):
         "| FP8 delayed | +0.0300 | +0.0300 | +0.0300 | 0.0400 | yes |",
         "| FP8 current | +0.0500 | +0.0500 | +0.0500 | 0.0400 | no |",
     ]
+
+
+def test_gradients_are_also_added_over_microbatches(tmp_path):
+    """The same batch in eight parts. A row that says nothing of it is a run with one microbatch."""
+    config = ("configs/quickstart.yaml", "train.global_batch_size=32", "train.micro_batch_size=32")
+    whole, parts = (run for run in curves.of_formats(config, 7) if run.gradients == "bf16" and run.seed == 7)
+    assert (whole.format, parts.format) == ("bf16, gradients bf16", "bf16, gradients bf16 over 8 microbatches")
+    assert cli.load(whole.keys).train.micro_batch_size == 32 and cli.load(parts.keys).train.micro_batch_size == 4
+    row = {key: value for key, value in whole.identity.items() if key != "microbatches"}
+    assert curves.newest(whole, [row]) is row and curves.newest(parts, [row]) is None
 
 
 def test_changes_are_made_one_thing_at_a_time(tmp_path, capsys, monkeypatch):
