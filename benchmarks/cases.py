@@ -87,6 +87,7 @@ CASES = {
     "2gpu-8b-16layers-s4096-dp2": _case(2, "llama3_8b", 4, dp=2, num_layers=16, seq_len=4096),
     "2gpu-70b-4layers-tp2": _case(2, "llama31_70b", 4, num_layers=4, tp=2),
     "2gpu-175b-2layers-tp2": _case(2, "gpt3_175b", 16, num_layers=2, tp=2),
+    "2gpu-175b-4layers-tp2": _case(2, "gpt3_175b", 16, num_layers=4, tp=2),  # the head is a smaller share
     "2gpu-8b-16layers-pp2": _case(2, "llama3_8b", 8, num_layers=16, pp=2, vp=2),
     "2gpu-8b-16layers-pp2-uneven": _case(2, "llama3_8b", 8, num_layers=16, pp=2, vp=2, layers_per_stage=[4, 5, 5, 2]),
     "2gpu-8b-16layers-pp2-1f1b": _case(2, "llama3_8b", 8, num_layers=16, pp=2, layers_per_stage=[9, 7]),

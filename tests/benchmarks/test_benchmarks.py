@@ -51,6 +51,9 @@ from minitron.kernels import kernels
 from minitron.model.gpt import GPT
 from minitron.parallel.layer_context import make_layer_context
 from minitron.parallel.tiles import as_documents
+from minitron.planner.machine import choose_machine
+from minitron.planner.plan import available_gib, plan
+from minitron.planner.work import StageTime, total
 from minitron.pretrain import build_data
 
 TINY = [
@@ -244,6 +247,20 @@ def test_every_case_fits_the_gpus_that_it_needs(name, fp8):
     for axis, size in {"dp": dp, "tp": p.tp, "pp": p.pp, "cp": p.cp}.items():
         assert (f"{axis}{size}" in name or case.tunes and axis == "dp" and size > 1) == (size > 1)
     assert case.tunes == (cfg.finetune.kind is not None) == name.removeprefix("2gpu-").startswith(("lora-", "sft-"))
+
+
+def test_a_deeper_case_fits_and_has_a_smaller_head():
+    """With bf16 gradients on two H100, and with 2 GiB to spare, since a peer needs more than a plan of ours."""
+    machine, shares = choose_machine("h100", None), {}
+    for name in ("2gpu-175b-2layers-tp2", "2gpu-175b-4layers-tp2"):
+        for fp8 in ("none", "delayed"):
+            arguments = CASES[name].arguments(fp8)[1:]
+            cfg = cli.load([str(record.ROOT / CASES[name].config), *arguments, "optimizer.grad_dtype=bf16"])
+            planned, head = plan(cfg, 2, machine), StageTime(cfg, machine).head()
+            assert planned.memory_gib + 2 < available_gib(machine)
+            shares[name, fp8] = cfg.num_microbatches(1) * sum(map(total, head)) / planned.step_seconds
+    assert shares["2gpu-175b-4layers-tp2", "none"] < 0.1 < shares["2gpu-175b-2layers-tp2", "none"]
+    assert shares["2gpu-175b-4layers-tp2", "delayed"] < 0.6 * shares["2gpu-175b-2layers-tp2", "delayed"]
 
 
 def test_formats_are_asked_of_a_ranks_own_shapes():

@@ -414,6 +414,7 @@ def test_an_earlier_row_stands_in_only_for_the_same_rank_of_the_same_job_on_the_
 def test_rows_of_another_gpu_are_missing_here_and_have_a_table_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setattr(recipes, "RECIPES", [("llama3_8b", 8, "ndr400", ((),))])  # in bf16
     row = {"dtype": "bf16", "fp8": "none", "replayed": True, "microbatches": 4, "layers": 16, "step_seconds": 1.0}
+    row["gradients"] = recipes.configuration("llama3_8b", ()).optimizer.accumulates_in
     row |= dict.fromkeys(("busy_seconds", "host_seconds", "nodes"), None) | {"device_gib": 70.0}
     (job,), rows = recipes.jobs(), []
     for gpu in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"):
