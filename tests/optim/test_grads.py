@@ -527,3 +527,26 @@ def test_the_norm_of_a_large_bucket_is_exact():
     bucket.grad_slice.normal_(0.0, 1e-3, generator=torch.Generator().manual_seed(0))
     expected = float(bucket.grad_slice.double().square().sum())
     assert float(gradients.square_sum()) == pytest.approx(expected, rel=1e-12)
+
+
+def with_equal_copies(dtype: torch.dtype, few: int) -> bool:
+    """Tell whether a norm is refused whose gradient has so many nonzero elements, equal on both ranks."""
+    toy = Toy(Mesh.create(tp=2), grad_dtype=dtype)
+    slices = [bucket.grad_slice for bucket in toy.gradients.buckets]
+    for part in toy.gradients.owned():
+        part.of(slices).fill_(1.0 + toy.mesh.tp.rank)
+        if part.name == "block0.norm":
+            part.of(slices).zero_()[:few] = 1.0
+    try:
+        toy.gradients._refuse_equal_copies()
+    except ValueError as error:
+        assert str(error).startswith("block0.norm: ")
+        return True
+    return False
+
+
+@pytest.mark.parametrize("dtype, by_chance", [(torch.float32, 0), (torch.bfloat16, 2)])
+def test_few_gradients_may_be_equal_by_chance(ranks, dtype, by_chance):
+    """Two bf16 numbers are equal with a chance of about 2^-7, three pairs of them less than once in a million."""
+    for few in (by_chance, by_chance + 1):
+        assert ranks(2, with_equal_copies, dtype, few) == [few > by_chance] * 2

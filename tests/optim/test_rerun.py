@@ -275,6 +275,35 @@ def test_fp16_s_overflows_are_no_one_s_fault_and_nothing_else_changes(tmp_path):
     assert losses[0] == losses[1] and losses[0][-1][2] > 2
 
 
+def samples_blamed(losses: list[float], norms: list[float], usual: tuple[float, float]) -> str:
+    """The samples to look at after a step with these figures of the ranks, of which each has the sample of its number.
+
+    usual: the loss and the norm of the steps before.
+    """
+    compared, said = with_history(*usual), []
+    compared.mesh, compared.log = Mesh.create(), SimpleNamespace(warn=said.append)
+    loss, norm = losses[compared.mesh.rank], norms[compared.mesh.rank]
+    compared.runner.forward_backward = lambda _: (torch.tensor(loss), False)
+    compared.gradients.square_sum = lambda: torch.tensor(norm**2, dtype=torch.float64)
+    compared._own_figures = lambda *_: torch.tensor([loss, norm, 0.0, 0.0], dtype=torch.float64)
+    compared.forward_backward([SimpleNamespace(samples=torch.tensor([compared.mesh.rank]), count=1)])
+    return re.search(r"Look at (.*) of the run's order", *said)[1]
+
+
+@pytest.mark.parametrize(
+    "losses, norms, usual, samples",
+    [
+        ([9.0, 5.0], [1.0, 7.0], (2.0, 9.0), "sample 0"),
+        ([9.0, 5.0], [1.0, 7.0], (9.0, 0.1), "sample 1"),
+        ([math.nan, 5.0], [1.0, math.inf], (2.0, 9.0), "samples 0, 1"),
+    ],
+    ids=["loss", "norm", "not finite"],
+)
+def test_the_samples_of_the_rank_with_the_largest_figure_are_named(ranks, losses, norms, usual, samples):
+    """Rank 0 has the larger loss, rank 1 the larger gradients."""
+    assert ranks(2, samples_blamed, losses, norms, usual) == [samples] * 2
+
+
 def test_losses_that_stay_high_are_a_new_level():
     """Three spikes are skipped, the fourth is not; then there is a new history."""
     compared, said = with_history(2.0, 0.5), []
