@@ -367,7 +367,7 @@ def test_an_index_is_read_whole_by_one_process_until_it_changes(tmp_path, monkey
     assert datasets(tmp_path) == expected and calls == [str(tmp_path / "b")]
 
 
-@pytest.mark.parametrize("stop", [MAX_SEQUENCES + 1, 3 * MAX_SEQUENCES])
+@pytest.mark.parametrize("stop", [MAX_SEQUENCES + 1, 3 * MAX_SEQUENCES], ids=["one more", "far more"])
 def test_more_sequences_than_an_int32_can_number_are_refused(tmp_path, stop):
     """They were given negative numbers, which name other sequences."""
     file = SimpleNamespace(prefix="large", fingerprint="large")
