@@ -4,7 +4,8 @@
     python tests/plant.py --check [NAME...]             only list the entries that do not fit the code
 
 A test proves little until it has failed. Mistakes are planted in temporary copies of the files that git lists, so your
-working tree is never touched. Each entry gets one line:
+working tree is never touched. Without a mistake, one process runs the tests of all entries of a test file. Each entry
+gets one line:
 
     caught            its tests fail with the mistake, and pass without it
     MISSED            its tests pass with the mistake: they need another assertion
@@ -17,6 +18,8 @@ The exit status is 1 if an entry is MISSED, BROKEN or to REWRITE.
 
 import argparse
 import ast
+import gc
+import json
 import multiprocessing
 import os
 import re
@@ -41,6 +44,7 @@ LIST = ROOT / "tests" / "mistakes.toml"
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["torch", "numpy", "pytest", "hypothesis", "transformers"])
 SECONDS = 900  # of the tests of one mistake; a mistake that makes them hang is none that they catch
+Ran = tuple[dict[str, str], str]  # see run_tests
 
 
 @dataclass(frozen=True)
@@ -91,10 +95,25 @@ def listed() -> list[str]:
     return [name for name in names if (ROOT / name).is_file()]
 
 
-def run_tests(tests: str, planted: tuple[Path, str] | None = None) -> tuple[str, str]:
-    """Run tests in a fresh copy of the project. Returns (passed, failed, skipped or broken; their output).
+class Outcomes:
+    """A plugin of pytest: the outcome of each chosen test, "passed", "failed" or "skipped"; "" if it has not run."""
 
-    planted: a file of the project and the text that it has in the copy.
+    def __init__(self):
+        self.of: dict[str, str] = {}
+
+    def pytest_collection_finish(self, session) -> None:
+        self.of |= {item.nodeid: "" for item in session.items}
+
+    def pytest_runtest_logreport(self, report) -> None:
+        if report.when == "call" or not report.passed:
+            self.of[report.nodeid] = report.outcome
+
+
+def run_tests(words: list[str], planted: tuple[Path, str] | None = None, seconds: float = SECONDS) -> Ran:
+    """Run pytest with these arguments in a fresh copy of the project.
+
+    planted: a file of the project and the text that it has in the copy. Returns the outcome of each test, and what was
+    printed. There are no outcomes if the tests cannot be collected, end their process, or take longer than `seconds`.
     """
     with TemporaryDirectory(prefix="minitron-plant-") as folder:
         for name in listed():
@@ -104,22 +123,21 @@ def run_tests(tests: str, planted: tuple[Path, str] | None = None) -> tuple[str,
             file, text = planted
             (Path(folder) / file.relative_to(ROOT)).write_text(text)
         (written := Path(folder) / "output").touch()
-        process = SERVER.Process(target=_pytest, args=(folder, shlex.split(tests)))
+        process = SERVER.Process(target=_pytest, args=(folder, words))
         process.start()
-        process.join(SECONDS)
+        process.join(seconds)
         if hung := process.is_alive():
             os.killpg(process.pid, signal.SIGKILL)
         output = written.read_text(errors="replace")
-    if hung or process.exitcode not in (0, 1):
-        return "broken", f"{output}\n{f'it took more than {SECONDS} s' if hung else f'exit {process.exitcode}'}"
-    found = re.search(r"\d (failed|error|passed)", output) or [None, "skipped"]
-    if process.exitcode:
-        return "failed" if found[1] in ("failed", "error") else "broken", output
-    return found[1], output
+        if hung or process.exitcode not in (0, 1):
+            why = f"it took more than {seconds} s" if hung else f"exit {process.exitcode}"
+            return {}, f"{output}\n{why}"
+        return json.loads((Path(folder) / "outcomes").read_text()), output
 
 
-def _pytest(folder: str, tests: list[str]) -> None:
-    """Run pytest in a process of its own. It imports minitron from `folder` and writes to the file "output" there."""
+def _pytest(folder: str, words: list[str]) -> None:
+    """Run pytest in a process of its own. It imports minitron from `folder`, and writes two files there."""
+    gc.freeze()  # collections leave out all that the server has imported
     os.setsid()
     os.chdir(folder)
     for stream in (1, 2):
@@ -135,32 +153,47 @@ def _pytest(folder: str, tests: list[str]) -> None:
     torch.set_num_threads(1)
     assert not any(name.split(".")[0] == "minitron" for name in sys.modules), "it would run without the mistake"
 
-    options = ["-x", "-q", "--disable-warnings", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
-    sys.exit(int(pytest.main([*options, *tests])))
+    options = ["-q", "--disable-warnings", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
+    status = pytest.main([*options, *words], [outcomes := Outcomes()])
+    Path(folder, "outcomes").write_text(json.dumps(outcomes.of))
+    sys.exit(int(status))
+
+
+def verdict(with_it: Ran, without: Ran) -> tuple[str, str]:
+    """Return the word of a mistake, and the output that explains it, from its tests with it and without it."""
+    found, output = with_it
+    states = {without[0].get(test, "not there") for test in found}
+    if states == {"skipped"}:
+        return "not applicable", "its tests are skipped here"
+    if not found:
+        return "BROKEN", output
+    if not states <= {"passed", "skipped"}:
+        return "BROKEN", f"without the mistake its tests are {', '.join(sorted(states))}:\n{without[1]}"
+    return "caught" if "failed" in found.values() else "MISSED", output
 
 
 def plant(planted: dict[Mistake, tuple[Path, str]], jobs: int) -> bool:
     """Print a line for each mistake when its tests have ended; return whether all that apply were caught."""
-    started, clean = time.monotonic(), {}
+    started = time.monotonic()
+    chosen: dict[str, dict[str, None]] = {}  # by file, the expressions that choose tests of it; "test" chooses all
+    for mistake in planted:
+        file, _, expression = mistake.tests.partition(" -k ")
+        chosen.setdefault(file, {}).update(dict.fromkeys(shlex.split(expression) or ["test"]))
 
-    def verdict(mistake: Mistake) -> tuple[str, str]:
-        without, output = clean[mistake.tests].result()
-        if without == "skipped":
-            return "not applicable", "its tests are skipped here"
-        if without != "passed":
-            return "BROKEN", f"without the mistake its tests are {without}:\n{output}"
-        found, output = run_tests(mistake.tests, planted[mistake])
-        return {"failed": "caught", "broken": "BROKEN"}.get(found, "MISSED"), output
+    def run_clean(file: str) -> Ran:
+        any_of = " or ".join(f"({expression})" for expression in chosen[file])
+        return run_tests([*shlex.split(file), "-k", any_of], seconds=SECONDS * len(chosen[file]))
 
     with ThreadPoolExecutor(jobs) as pool:
-        verdicts = []
-        for mistake in planted:
-            if mistake.tests not in clean:  # once, before the first of their mistakes
-                clean[mistake.tests] = pool.submit(run_tests, mistake.tests)
-            verdicts.append(pool.submit(verdict, mistake))
+        clean, runs = {}, []
+        for mistake, change in planted.items():
+            file = mistake.tests.partition(" -k ")[0]
+            if file not in clean:  # once, before the first of its mistakes
+                clean[file] = pool.submit(run_clean, file)
+            runs.append((mistake, pool.submit(run_tests, ["-x", *shlex.split(mistake.tests)], change), clean[file]))
         fine = True
-        for mistake, future in zip(planted, verdicts):
-            word, output = future.result()
+        for mistake, with_it, without in runs:
+            word, output = verdict(with_it.result(), without.result())
             took = re.findall(r" in ([\d.]+)s", output)[-1:] or ["-"]  # as pytest says
             print(f"{word:14} {took[0]:>6} s   {mistake.name}", flush=True)
             if word != "caught":
