@@ -5,6 +5,7 @@ of any content. NaN and zeros draw less power than numbers do, and a step with t
 `partners(...)` the few functions through which a step meets other ranks are replaced.
 
     collectives between ranks    a copy of this rank's part, for each of the others
+    FP8 weights of data ranks    copies of this rank's slice: they would begin as zeros
     messages between stages      copies of one random tensor, as large as real ones
     memory that GPUs share       a local buffer; a partner's part of a sum is the one made for that partner
     counts of tokens             this rank's own, also where another stage counts them: so updates are real ones
@@ -55,6 +56,7 @@ def partners(gpus_per_node: int) -> Iterator[None]:
             *((module, "exchange", exchange) for module in (collectives, executor, context)),
             *((module, "can_access_peers", can_access_peers) for module in (layer_context, slices)),
             *((module, "SymmetricBuffer", LocalBuffer) for module in (overlap, slices)),
+            (slices.ProcessGroupSliceComm, "gather", gather),
             (overlap.SymmetricMemoryComm, "_receive", receive),
             (vocab, "lookup", look_up),
             (train, "local_totals", totals),
@@ -77,6 +79,20 @@ def start(kind: str, call: Callable, axis: Axis, *tensors: Tensor, wait: bool = 
         else:
             out.copy_(x.chunk(axis.size)[axis.rank] if kind == "reduce-scatter" else x)
     return Handle(out, () if wait else [partial(collectives._wait_for, (), kind, axis, x.nbytes)], held=tensors)
+
+
+def gather(
+    self: slices.ProcessGroupSliceComm,
+    buffer: Tensor,
+    own: Tensor,
+    really: Callable = slices.ProcessGroupSliceComm.gather,
+) -> Handle[Tensor]:
+    """ProcessGroupSliceComm.gather, which leaves other slices as they are: bytes of FP8 weights become this rank's."""
+    if buffer.dtype == torch.uint8:
+        for part in buffer.split(len(own)):
+            if part.data_ptr() != own.data_ptr():
+                part.copy_(own)
+    return really(self, buffer, own)
 
 
 def exchange(axis: Axis, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]) -> Handle:

@@ -154,6 +154,25 @@ def test_every_token_has_a_row_in_the_embedding_of_each_rank(rank):
     assert len(rows) == len(ids) // 8 and rows.any(-1).all()
 
 
+@pytest.mark.parametrize("rank", [0, 5])
+def test_fp8_weights_of_other_data_ranks_are_not_zeros(rank):
+    """Seven eighths of them were, and products of zeros are fast."""
+    cfg = cli.load(
+        [
+            "configs/quickstart.yaml",
+            "precision.dtype=bf16",
+            "precision.fp8=delayed",
+            "precision.fp8_params=true",
+            "precision.fp8_backend=torch",
+        ]
+        + ["data.source=mock", "model.hidden_size=64", "model.num_heads=4", "train.global_batch_size=32"]
+    )
+    with fake_world(8, rank, "cpu"), partners.partners(8):
+        trainer = train.build(cfg, Mesh.create(device=torch.device("cpu")))
+    weights = [p for p in trainer.chunks[0].parameters() if p.dtype.itemsize == 1]
+    assert weights and all((w.float() != 0).float().mean() > 0.9 for w in weights)
+
+
 def test_messages_between_stages_have_magnitudes_and_those_of_a_ring_are_the_own():
     values = [torch.full((64, 64), math.nan, dtype=torch.bfloat16) for _ in range(2)]
     transfers = Transfer("gradient", 0, 1, 2), Transfer("activation", 3, 2, 0)
