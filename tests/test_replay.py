@@ -12,14 +12,17 @@ import torch
 
 from attention_twin import PACKS, PLAIN_PACKS
 from layouts import GPT3, LLAMA, config, dataset_of, lowered, mesh_of
+from minitron.comm.mesh import Mesh
 from minitron.config.batch import final, trained_after
+from minitron.config.sizes import NODES_PER_LAYER
 from minitron.data.loader import Loader
 from minitron.kernels import attention
+from minitron.kernels.fp8_counts import CastCounts
 from minitron.pipeline import executor
 from minitron.pipeline import replay as graph
 from minitron.pipeline.schedule import Exchange, forward_only, make
 from minitron.train import build
-from replay import CpuRecorder, replayed
+from replay import CpuRecorder, Recorded, replayed
 from test_invariance import axes
 from test_lora import ALL, lora
 
@@ -71,10 +74,19 @@ def run_steps(cfg, again: bool):
     figures += log.records
     assert not again or trainer.runner.training and trainer.runner.evaluation
     assert not again or bool(trainer.runner.counting) == bool(trainer.kernels.counts.layers)
+    assert not again or launched(trainer.runner.training, batches) == trainer.runner.training.nodes
     trainer.gradients.wait_parameters()
     params = [(p.spec.name, p.detach().clone()) for chunk in trainer.chunks for p in chunk.parameters()]
     weights = {name: p if p.itemsize > 1 else p.view(torch.uint8) for name, p in params}  # ranks send no float8
     return figures, weights, len(trainer.runner.training.graphs) if again else 0
+
+
+def launched(recording: graph.Recording, batches) -> int:
+    """Count the kernels of a replay, without running them."""
+    counted = []
+    with mock.patch.object(Recorded, "replay", lambda of: counted.append(of.nodes)):
+        recording.replay(batches)
+    return sum(counted)
 
 
 @pytest.mark.sampled(3)
@@ -321,6 +333,31 @@ def test_steps_that_count_casts_and_cannot_be_recorded_stay_eager(ranks):
     assert replaying and figures == same == expected
     assert more[2].startswith("warning: train.cuda_graph: steps that count casts stay eager on all ranks: RuntimeError")
     assert [re.sub("in [^,]*s;", "", line) for line in more[:2]] == [re.sub("in [^,]*s;", "", line) for line in lines]
+
+
+@pytest.mark.parametrize("due", [False, True])
+def test_what_is_recorded_and_what_is_counted_meanwhile(monkeypatch, due):
+    """Eager passes come first, to compile the kernels of each recording. Then casts are counted as before."""
+    counts, done, m = CastCounts(["a layer"]), [], 4
+    eager = SimpleNamespace(counts=counts, reset=lambda: None, finish=None)
+    eager.evaluate = lambda batches: done.append(("eager evaluation", counts.on))
+    eager.forward_backward = lambda batches: done.append(("eager step", counts.on))
+    actions = lambda m, training: (make if training else forward_only)(2, 1, m).ranks[0]
+    eager.executor = SimpleNamespace(pp=SimpleNamespace(size=2), actions=actions)
+
+    def record(recorder, planned, batches, start, end):
+        done.append((len(planned), len(batches), counts.on))
+        return SimpleNamespace(nodes=0, seconds=0.0)
+
+    monkeypatch.setattr(graph, "Recording", record)
+    monkeypatch.setattr(graph, "MOST_NODES", m * NODES_PER_LAYER)  # half of a step of two layers
+    recorder = SimpleNamespace(used=lambda: 0)
+    runner = graph.Replay(eager, Mesh.offline(1), 2, evaluates=3, recorder=lambda: recorder)
+    counts.count(due)
+    runner._record_all(["batch"] * m)
+    (graphs, *counting) = done.pop()
+    assert graphs > 2 and counting == [m, True] and counts.on == due
+    assert done == [("eager evaluation", due), ("eager step", True), (2, m, False), (2, 3, False)]
 
 
 @pytest.mark.parametrize("make", [forward_only, make], ids=["evaluation", "step"])
