@@ -42,7 +42,9 @@ ROOT = Path(__file__).parents[1]
 LIST = ROOT / "tests" / "mistakes.toml"
 # Each test process is a fork of one that has imported what is slow to import, and nothing of minitron.
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["torch", "numpy", "pytest", "hypothesis", "transformers"])
+SERVER.set_forkserver_preload(
+    ["torch", "torch.fx.experimental.symbolic_shapes", "numpy", "pytest", "hypothesis", "transformers"]
+)
 SECONDS = 900  # of the tests of one mistake; a mistake that makes them hang is none that they catch
 Ran = tuple[dict[str, str], str]  # see run_tests
 
