@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fault_run import PATIENCE, PYTHONPATH
+from fault_run import PYTHONPATH
 from minitron.runtime.status import why_it_ended
 from minitron.supervise import agent, lead, supervisor
 from minitron.supervise.lead import (
@@ -35,6 +35,8 @@ from minitron.supervise.lead import (
     write_json_atomically,
 )
 from minitron.supervise.supervisor import Supervisor, parse
+
+PATIENCE = 180.0  # seconds that a test waits for what must come, on a machine with other work, too
 
 # A rank without torch: so many steps of 0.1 s, from the last "save" on, and what a file do-RANK asks for.
 RANK = """
