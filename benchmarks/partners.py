@@ -5,7 +5,7 @@ of any content. NaN and zeros draw less power than numbers do, and a step with t
 `partners(...)` the few functions through which a step meets other ranks are replaced.
 
     collectives between ranks    a copy of this rank's part, for each of the others
-    FP8 weights of data ranks    copies of this rank's slice: they would begin as zeros
+    FP8 weights of data ranks    copies of this rank's slice, which would begin as zeros, and the smallest of its amax
     messages between stages      copies of one random tensor, as large as real ones
     memory that GPUs share       a local buffer; a partner's part of a sum is the one made for that partner
     counts of tokens             this rank's own, also where another stage counts them: so updates are real ones
@@ -30,6 +30,7 @@ from minitron.comm import collectives
 from minitron.comm.handle import Handle
 from minitron.comm.mesh import Axis, Mesh
 from minitron.data.batch import Batch
+from minitron.kernels.fp8_scales import WeightScales
 from minitron.optim import slices
 from minitron.parallel import context_parallel as context
 from minitron.parallel import layer_context, overlap, vocab
@@ -57,6 +58,7 @@ def partners(gpus_per_node: int) -> Iterator[None]:
             *((module, "can_access_peers", can_access_peers) for module in (layer_context, slices)),
             *((module, "SymmetricBuffer", LocalBuffer) for module in (overlap, slices)),
             (slices.ProcessGroupSliceComm, "gather", gather),
+            *((WeightScales, name, with_every_amax(getattr(WeightScales, name))) for name in ("follow", "end")),
             (overlap.SymmetricMemoryComm, "_receive", receive),
             (vocab, "lookup", look_up),
             (train, "local_totals", totals),
@@ -93,6 +95,17 @@ def gather(
             if part.data_ptr() != own.data_ptr():
                 part.copy_(own)
     return really(self, buffer, own)
+
+
+def with_every_amax(method: Callable[[WeightScales], None]) -> Callable[[WeightScales], None]:
+    """WeightScales.follow or end, after a weight of which this rank has no slice got an amax that some other has."""
+
+    def run(self: WeightScales) -> None:
+        known = self.amax > 0
+        self.amax.copy_(self.amax.where(known, self.amax.where(known, self.amax.max()).min()))
+        method(self)
+
+    return run
 
 
 def exchange(axis: Axis, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]) -> Handle:
