@@ -69,9 +69,9 @@ def sample(files: list[str], field: str, most_bytes: int) -> list[str]:
     texts, size = [], 0
     for batch in read_batches(files, (field,)):
         for document in documents(batch, (field,)):
-            text = document[field][: most_bytes - size]
-            texts.append(text)
-            size += len(text.encode())
+            text = document[field].encode()[: most_bytes - size]
+            texts.append(text.decode(errors="ignore"))  # the cut can halve a character
+            size += len(text)
             if size >= most_bytes:
                 return texts
     if not size:

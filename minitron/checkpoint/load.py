@@ -237,7 +237,8 @@ def newest_local_save(cfg: Config, start: ResumePoint, info: dict[str, Any], sta
         saves = [dict(seen) for seen, _ in ranks]
         everywhere, problems = [], [problem for _, theirs in ranks for problem in theirs]
         for step in sorted(set().union(*saves), reverse=True):
-            lacking = [rank for rank, seen in enumerate(saves) if seen.get(step) != saves[0].get(step, "")]
+            first = next(seen[step] for seen in saves if step in seen)
+            lacking = [rank for rank, seen in enumerate(saves) if seen.get(step) != first]
             if not lacking:
                 everywhere.append(step)
             else:

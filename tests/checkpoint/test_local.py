@@ -195,17 +195,20 @@ def test_without_a_whole_local_save_the_shared_one_is_used(ranks, begun, uninter
     assert [line.split(":")[0].split("/", 1)[-1].endswith("is damaged") for line in warnings(results)] == [True, True]
 
 
-@pytest.mark.parametrize("lost", ["all", "newest", "of another save"])
+@pytest.mark.parametrize("lost", ["all", "newest", "of another save", "of the first node"])
 def test_a_node_whose_part_is_missing(ranks, begun, lost):
     """As after a spare node took another's place, or a node died while it wrote, perhaps for the second time."""
     if lost == "of another save":
         state = Reader(begun / "node1").state | {"local_save": "01234567"}
         reindex(begun / "node1", "step_00000007", state=state)
     else:
-        shutil.rmtree(begun / "node1" if lost == "all" else begun / "node1" / "step_00000007")
+        folders = {"all": "node1", "newest": "node1/step_00000007", "of the first node": "node0"}
+        shutil.rmtree(begun / folders[lost])
     results = goes_on(ranks, begun)
-    assert results[0]["from"] == ("shared/step_00000004" if lost == "all" else "node0/step_00000006")
-    assert "step_00000007 is not the same on all nodes: see ranks 2, 3: this local save is not used" in "".join(
+    start = "node0/step_00000006" if lost in ("newest", "of another save") else "shared/step_00000004"
+    assert results[0]["from"] == start
+    others = "0, 1" if lost == "of the first node" else "2, 3"
+    assert f"step_00000007 is not the same on all nodes: see ranks {others}: this local save is not used" in "".join(
         warnings(results)
     )
 

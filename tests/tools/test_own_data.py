@@ -85,7 +85,9 @@ def test_the_sample_is_the_beginning(tmp_path):
     assert "".join(train_tokenizer.sample(paths, "text", 1 << 30)) == "".join(texts(3)) * 2
     assert "".join(train_tokenizer.sample(paths, "text", 100)) == texts(1)[0][:100]
     (tmp_path / "wide.jsonl").write_text((json.dumps({"text": "\u4eca\u65e5"}) + "\n") * 9)
-    assert train_tokenizer.sample([str(tmp_path / "wide.jsonl")], "text", 12) == ["\u4eca\u65e5"] * 2  # 6 bytes each
+    wide = [str(tmp_path / "wide.jsonl")]  # 3 bytes a character
+    assert train_tokenizer.sample(wide, "text", 12) == ["\u4eca\u65e5"] * 2
+    assert train_tokenizer.sample(wide, "text", 10) == ["\u4eca\u65e5", "\u4eca"]
 
 
 def test_a_text_that_has_no_more_pieces_says_so(tmp_path, capsys):
