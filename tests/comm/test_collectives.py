@@ -86,6 +86,21 @@ def test_slices_of_a_buffer_in_place(ranks, size):
         assert torch.equal(whole, expected)
 
 
+def exchange_with_neighbours(cp):
+    axis = Mesh.create(cp=cp).cp
+    after, before = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
+    sends = [(after, torch.tensor([axis.ranks[axis.rank], 1])), (before, torch.tensor([axis.ranks[axis.rank], 2]))]
+    recvs = [(before, torch.zeros(2, dtype=torch.long)), (after, torch.zeros(2, dtype=torch.long))]
+    arrived = collectives.exchange(axis, sends, recvs).wait()
+    return [x.tolist() for x in arrived], [[axis.ranks[before], 1], [axis.ranks[after], 2]]
+
+
+@pytest.mark.parametrize("cp", SIZES)
+def test_messages_come_from_the_neighbours_along_the_axis(ranks, cp):
+    for arrived, expected in ranks(4, exchange_with_neighbours, cp, timeout=120.0):  # a lost message is waited for
+        assert arrived == expected
+
+
 def test_an_axis_of_one_is_the_identity():
     x = torch.randn(3, 4)
     axis = Axis.single()
