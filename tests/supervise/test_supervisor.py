@@ -296,6 +296,7 @@ def test_a_port_that_somebody_listens_at_is_left_out(tmp_path):
 
 def test_of_two_supervisors_of_a_node_the_older_one_leaves(tmp_path):
     """As when a machine comes back that was cut off, and its pod was made again elsewhere."""
+    (tmp_path / "do-1").write_text("time.sleep(1e6)")  # so that the run does not end before the newer one comes
     with Nodes(tmp_path, 2, ranks=1) as nodes:
         older = nodes.steps(3).processes[1]
         nodes.start(1)
@@ -797,6 +798,8 @@ def test_reports_into_a_pipe_do_not_stop_the_leader(tmp_path):
 
 
 def test_garbage_in_all_files_does_not_end_a_run(tmp_path):
+    wait = "while not (folder / 'garbage').exists(): time.sleep(0.01)\n"
+    (tmp_path / "do-1").write_text(wait + killed(9))
     with Nodes(tmp_path, 2, ranks=1) as nodes:
         nodes.steps(3)
         with open(tmp_path / "metrics.jsonl", "a") as file:
@@ -805,7 +808,7 @@ def test_garbage_in_all_files_does_not_end_a_run(tmp_path):
             (tmp_path / "rounds/job/round.json").write_text(text)
             (tmp_path / "rounds/job/node-1.json").write_text(text)
             time.sleep(0.1)
-        nodes.do(1, killed(9))
+        (tmp_path / "garbage").touch()
         nodes.until(lambda: nodes.report())
         assert nodes.end() == [0, 0], nodes.said()
     assert nodes.causes() == ["rank 1 on host1 was killed by SIGKILL"] and nodes.report()[0]["skipped"]["round.json"]
