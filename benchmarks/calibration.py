@@ -100,7 +100,8 @@ def own_rows(path: Path) -> list[Row]:
             if row.host_bound:
                 found[one["case"], gpu] = replace(row, fitted="")
             if one["peer"] == "megatron" and one["peer_figures"]:
-                overlaps = "tp-overlap" in (one.get("mode") or "")  # it has user buffers then
+                mode = (one.get("mode") or "eager").split("+")
+                overlaps = "tp-overlap" in mode  # it has user buffers then
                 found["Megatron", one["case"], gpu] = replace(
                     row,
                     name=f"{BESIDE}{one['case']}",
@@ -110,7 +111,7 @@ def own_rows(path: Path) -> list[Row]:
                     products=None,
                     floor_share=None,
                     fitted="",
-                    software="megatron",
+                    software="megatron-graph" if "graph" in mode else "megatron",
                 )
     return list(found.values())
 
@@ -459,9 +460,10 @@ METHOD = """\
 Written by `python benchmarks/calibration.py`; no figure in a table is typed in. Constants:
 `minitron/planner/devices.json`.
 
-- Measured alone on an H200: products, attention, copies, NVLink, and what launching a kernel takes the host; kernels of
-  a block were counted on single ranks. Those of H100 and A100 are scaled by data sheets and by others' measurements,
-  and networks between nodes are data sheets' or assumed; each source says which.
+- Measured alone on an H200: products, attention, copies, NVLink, and what launching a kernel takes the host; on an H100:
+  products, attention and copies, the rest as the H200. Kernels of a block were counted on single ranks. The A100 is
+  scaled by data sheets and others' measurements, and networks between nodes are data sheets' or assumed; each source
+  says which.
 - Fitted, three constants: in_step {in_step:g}, the rate of kernels in a step over that alone, on own runs of one GPU,
   for all devices; and the share of a hidden copy's time by which what runs beside it takes longer: copy_felt {copy:g}
   of gradients and parameters, piece_felt {piece:g} of tensor parallelism, on own runs of two and four GPUs, for all
@@ -484,9 +486,11 @@ Written by `python benchmarks/calibration.py`; no figure in a table is typed in.
   do in both. The rows of MLPerf 4.1 and 5.0 and of fms-fsdp were added last, and changed nothing.
 
 A plan is of a software. Own rows are planned as `minitron`, published ones and Megatron-core's as `megatron`: its and
-Transformer Engine's kernels, steps that the host launches, user buffers where tensor parallelism overlaps. Fine-tuning
-rows are the recipes' random documents of at most 512 tokens, packed: what the published runs held is not known, and own
-ones of before 2026-11-23 ran them by flash attention 2, some 3 % of a step slower than the kernel that is planned.
+Transformer Engine's kernels, steps that the host launches, user buffers where tensor parallelism overlaps. Where
+Megatron-core replayed its iterations as CUDA graphs, it is planned as `megatron-graph`: the same without the host.
+Fine-tuning rows are the recipes' random documents of at most 512 tokens, packed: what the published runs held is not
+known, and own ones of before 2026-11-23 ran them by flash attention 2, some 3 % of a step slower than the kernel that
+is planned.
 Attention is that of the kernel that a job's files name: flash attention 2 in dgxc-benchmarking v24.11.1 (its launch.sh
 of GPT-3), in NeMo's launcher before 24.09 but for GPT-3 175B in FP8 (its config.yaml), and taken for Meta's, whose runs
 were over before PyTorch had a faster one; cuDNN's in all others. Meta's stages of a rank are not published: four are

@@ -104,6 +104,8 @@ SOFTWARE = {
         Software("minitron"),
         Software("minitron-eager", eager=True),
         Software("megatron", eager=True, fused=False, ring=True),
+        # With CUDA graphs of whole iterations. The optimizer's step is outside: a few kernels of the host.
+        Software("megatron-graph", fused=False, ring=True),
     )
 }
 

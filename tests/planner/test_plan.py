@@ -678,6 +678,8 @@ def test_of_a_case_the_newest_record_counts_and_a_fit_needs_rows(tmp_path):
     assert (ours.gib, ours.software, megatrons.software) == (2.0, "minitron", "megatron")
     assert (megatrons.seconds, megatrons.fitted) == (record["peer_figures"]["step_seconds"], "")
     assert calibration.own_rows(tmp_path / "none.jsonl") == []
+    path.write_text(json.dumps({**record, "mode": "graph+tp-overlap"}))
+    assert [row.software for row in calibration.own_rows(path)] == ["minitron", "megatron-graph"]
     with pytest.raises(ValueError, match="2gpu.* ran on b200, of which devices.json knows nothing; add its constants"):
         calibration.predict(replace(calibration.own_rows(path)[0], device="b200"), MACHINES)
     with pytest.raises(ValueError, match="no row to fit the constants of a device on; run benchmarks/compare.py"):
