@@ -48,6 +48,7 @@ class Row:
     """A measurement. fitted: which constants of `--fit` it decides, "device" or "fabric"; "": none.
 
     products: seconds of the first rank's matrix products, timed alone. floor_share: theirs and attention's of the step.
+    kernel_seconds: the step's over the kernels of its graph.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Row:
     fabric: str | None = None
     fitted: str = ""
     floor_share: float | None = None
+    kernel_seconds: float | None = None
     software: str = "megatron"
     source: str = ""
 
@@ -67,6 +69,11 @@ class Row:
     def host_bound(self) -> bool:
         """Whether products and attention leave the GPU idle for a third of the step: hosts differ by more than GPUs."""
         return self.floor_share is not None and self.floor_share < 2 / 3
+
+    @property
+    def short_kernels(self) -> bool:
+        """Whether gaps are a large share of the step: they were measured between kernels of ten times this length."""
+        return self.kernel_seconds is not None and self.kernel_seconds < 2e-5
 
     @property
     def kind(self) -> str:
@@ -95,9 +102,10 @@ def own_rows(path: Path) -> list[Row]:
                 one["ours"].get("floor_gemm_seconds"),
                 fitted="device" if case.gpus == 1 else "fabric",
                 floor_share=one["ours"].get("floor_share"),
+                kernel_seconds=one["ours"]["step_seconds"] / nodes if (nodes := one["ours"].get("nodes")) else None,
                 software="minitron",
             )
-            if row.host_bound:
+            if row.host_bound or row.short_kernels:
                 found[one["case"], gpu] = replace(row, fitted="")
             if one["peer"] == "megatron" and one["peer_figures"]:
                 mode = (one.get("mode") or "eager").split("+")
@@ -460,15 +468,15 @@ METHOD = """\
 Written by `python benchmarks/calibration.py`; no figure in a table is typed in. Constants:
 `minitron/planner/devices.json`.
 
-- Measured alone on an H200: products, attention, copies, NVLink, and what launching a kernel takes the host; on an H100:
-  products, attention and copies, the rest as the H200. Kernels of a block were counted on single ranks. The A100 is
-  scaled by data sheets and others' measurements, and networks between nodes are data sheets' or assumed; each source
-  says which.
-- Fitted, three constants: in_step {in_step:g}, the rate of kernels in a step over that alone, on own runs of one GPU,
-  for all devices; and the share of a hidden copy's time by which what runs beside it takes longer: copy_felt {copy:g}
-  of gradients and parameters, piece_felt {piece:g} of tensor parallelism, on own runs of two and four GPUs, for all
-  fabrics. Only minitron copies so; NCCL's share, `felt`, is that of the multiprocessors it takes. Nothing is fitted on
-  memory.
+- Measured alone on an H200: products, attention, copies, NVLink, and what launching a kernel takes the host; on an
+  H100: products, attention and copies, while the rest is the H200's. Kernels of a block were counted on single ranks.
+  The A100 is scaled by data sheets and others' measurements, and networks between nodes are data sheets' or assumed;
+  each source says which.
+- Fitted, three constants: in_step {in_step:g}, the rate of kernels in a step over that alone, on own runs of one H200,
+  before there were any of an H100, for all devices; and the share of a hidden copy's time by which what runs beside it
+  takes longer: copy_felt {copy:g} of gradients and parameters, piece_felt {piece:g} of tensor parallelism, on own runs
+  of two and four GPUs, for all fabrics. Only minitron copies so; NCCL's share, `felt`, is that of the multiprocessors
+  it takes. Nothing is fitted on memory.
 - Held out: every published run at all scales, Megatron-core beside our own, single ranks.
 - Not blind: some choices were made after published rows had been seen. NCCL's share `felt` is that of its
   multiprocessors and not one fitted with the copies', which was tried and made published errors larger; Meta's rows are
@@ -490,26 +498,26 @@ Transformer Engine's kernels, steps that the host launches, user buffers where t
 Megatron-core replayed its iterations as CUDA graphs, it is planned as `megatron-graph`: the same without the host.
 Fine-tuning rows are the recipes' random documents of at most 512 tokens, packed: what the published runs held is not
 known, and own ones of before 2026-11-23 ran them by flash attention 2, some 3 % of a step slower than the kernel that
-is planned.
-Attention is that of the kernel that a job's files name: flash attention 2 in dgxc-benchmarking v24.11.1 (its launch.sh
-of GPT-3), in NeMo's launcher before 24.09 but for GPT-3 175B in FP8 (its config.yaml), and taken for Meta's, whose runs
-were over before PyTorch had a faster one; cuDNN's in all others. Meta's stages of a rank are not published: four are
-planned. Its software is none of these, and its TFLOP/s are taken to count all scores. Where a row has no measured
-memory, the predicted one is that of minitron in this layout, and above the device's room it would need
+is planned. Attention is that of the kernel that a job's files name: flash attention 2 in dgxc-benchmarking v24.11.1
+(its launch.sh of GPT-3), in NeMo's launcher before 24.09 but for GPT-3 175B in FP8 (its config.yaml), and taken for
+Meta's, whose runs were over before PyTorch had a faster one; cuDNN's in all others. Meta's stages of a rank are not
+published: four are planned. Its software is none of these, and its TFLOP/s are taken to count all scores. Where a row
+has no measured memory, the predicted one is that of minitron in this layout, and above the device's room it would need
 `train.recompute`. Measured memory is torch's own peak and what GPUs of a node share.
 
-What is known of errors above 7 %. A3 Mega: what TCPXO reaches is assumed. GPT-3 175B of MLPerf 4.1 is planned too slow:
-its jobs ask for vboost (below), and defer the head's weight gradients into the pipeline's end. GPT-3 175B FP8 of
-v24.11.1 from 512 GPUs on: the same document has 2,048 GPUs faster than fewer, and its next version has all of them
-faster. NeMo 24.01: an early release for H100; a month later the same model in FP8 took a tenth less. JUWELS Booster,
-13B: no constant of its GPUs is measured. LoRA of 8B to 13B is planned too slow, in FP8 most, of 70B too fast, by a
-fifth on 32 GPUs, where it took a seventh longer than on 16: scripts ask the driver for more power to tensor cores
-(vboost), which no plan knows; NVIDIA's two tables of NeMo 24.07, without and with it, differ by 1.6 % on average, by
--1.3 to 6.4. 7B's SFT in FP8: the same document trains as many tokens a second with four times the microbatches a step.
-Long sequences: rings of four and more are planned 7 to 10 % too slow. Megatron-core, of two and four GPUs: with tp 2 it
-is planned too fast, in FP8 most. Not counted are that its host waits for the norm of the gradients before it launches
-the update, and that the head's weight gradient, without apex, is added to the sum by a kernel of its own. Releases of
-one job differ by up to 7 %: no plan of a configuration can meet all of them.
+What is known of errors above 7 %. A3 Mega: what TCPXO reaches is assumed. GPT-3 175B FP8 of v24.11.1, most from 512
+GPUs on: the same document has 2,048 GPUs faster than fewer, and its next version has all of them faster. NeMo 24.01: an
+early release for H100; a month later the same model in FP8 took a tenth less. 175B and 405B in FP8 on 2,048 GPUs and
+more: measured steps grow more with the GPUs than planned ones. JUWELS Booster, 13B: no constant of its GPUs is
+measured. LoRA of 8B to 13B is planned too slow, in FP8 most, of 70B too fast, by a fifth on 32 GPUs, where it took a
+seventh longer than on 16: scripts ask the driver for more power to tensor cores (vboost), which no plan knows; NVIDIA's
+two tables of NeMo 24.07, without and with it, differ by 1.6 % on average, by -1.3 to 6.4. 7B's SFT in FP8: the same
+document trains as many tokens a second with four times the microbatches a step. Long sequences: rings of four and more
+are planned 7 to 11 % too slow. GPT-2 124M, in microbatches of 1,024 tokens, is planned too slow by both softwares: its
+kernels take 8 microseconds, and the H200's gap between longer ones is a third of its planned step. Megatron-core, of
+two and four GPUs: with tp 2 it is planned too fast, in FP8 most. Not counted are that its host waits for the norm of
+the gradients before it launches the update, and that the head's weight gradient, without apex, is added to the sum by a
+kernel of its own. Releases of one job differ by up to 7 %: no plan of a configuration can meet all of them.
 
 Left out of the model of time: other jobs on the same switches, data, checkpoints, evaluation, and that power limits
 slow some kernels more than others. A run whose products and attention fill less than two thirds of its step is bound by
