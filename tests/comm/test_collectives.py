@@ -109,6 +109,16 @@ def test_an_axis_of_one_is_the_identity():
             assert getattr(collectives, name)(x, axis, **kwargs) is x
 
 
+@pytest.mark.parametrize("name", ["all_gather_into", "reduce_scatter_into"])
+def test_an_axis_of_one_fills_a_given_result(name):
+    """In its format: a bucket that sums in bf16 has a float32 slice. A tensor that is its own result stays."""
+    x, out = torch.randn(12, dtype=torch.bfloat16), torch.full((12,), torch.nan)
+    for result in out, x:
+        before = x.clone()
+        assert getattr(collectives, name)(result, x, Axis.single(), wait=False).wait() is result
+        assert torch.equal(result, before.to(result.dtype))
+
+
 def test_indivisible_dimension_is_named():
     axis = Axis("tp", 0, 4, (0, 1, 2, 3))
     with pytest.raises(ValueError, match=r"dimension 0 of \(6, 2\) is not divisible by the 4 ranks of axis 'tp'"):

@@ -12,12 +12,14 @@ from layouts import GPT3, LLAMA, Pieces, config, dataset_of, lowered, mesh_of
 from minitron.comm.mesh import Axis, Mesh
 from minitron.config import rules
 from minitron.config.schema import PrecisionConfig
+from minitron.config.sizes import AdaptedRows
 from minitron.data.loader import Loader
 from minitron.kernels import fp8_torch, plain
 from minitron.kernels.fp8 import Fp8Gemm, Fp8State, Fp8States
 from minitron.kernels.fp8_scales import (
     FP8_DTYPES,
     HISTORY,
+    ROLES,
     DelayedScaling,
     WeightScales,
     fp8_max,
@@ -28,6 +30,7 @@ from minitron.kernels.fp8_torch import Operand
 from minitron.kernels.gemm import Activation, Gemm
 from minitron.kernels.kernels import Kernels, choose_fp8
 from minitron.kernels.param import GradSlot
+from minitron.model.lora import FIRST_SITE, Adapter
 from minitron.parallel.layer_context import LayerContext
 from minitron.parallel.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from minitron.parallel.mlp import mlp
@@ -116,8 +119,11 @@ IDENTITY = Activation(lambda x: x, lambda dy, *_: (dy, None))
 GELU = Activation(plain.gelu_forward, plain.gelu_backward)
 
 
-def two_layers(recipe, tp, by, sequence_parallel, recompute, as_mlp=False):
-    """column -> row on one rank, or as_mlp with GELU between them: y, dx, and the two weight gradients."""
+def two_layers(recipe, tp, by, sequence_parallel, recompute, how="linear"):
+    """column -> row on one rank, or as an mlp with GELU between them: y, dx, and the two weight gradients.
+
+    Weights that are "adapted" are frozen and have no gradient. Their adapters are fresh, so they add nothing.
+    """
     mesh = Mesh.create(tp=tp)
     layout = LayerContext(by(mesh.tp), dtype=torch.bfloat16)
     assert layout.sequence_parallel is sequence_parallel
@@ -127,19 +133,27 @@ def two_layers(recipe, tp, by, sequence_parallel, recompute, as_mlp=False):
     for layer, name, shape in ((column, "w1", (F, H)), (row, "w2", (H, F))):
         with torch.no_grad():
             layer.weight.copy_(layer.weight.spec.shard.cut(randn(name, *shape)))
-        layer.weight.slot = GradSlot(torch.full(layer.weight.shape, float("nan")), lambda: None)
+        if how == "adapted":
+            layer.weight.requires_grad_(False)
+            rows = AdaptedRows(0, (shape[0],))
+            layer.adapter = Adapter(layer, {name: rows}, config({"lora": {"rank": 4}}), layout, (0, FIRST_SITE))
+            for factor in layer.adapter.parameters():
+                torch.nn.init.zeros_(factor)
+        else:
+            layer.weight.slot = GradSlot(torch.full(layer.weight.shape, float("nan")), lambda: None)
     part = (lambda t: t.chunk(tp)[mesh.tp.rank]) if sequence_parallel else (lambda t: t)
     x, dy = part(randn("x", S * B // 2, 2, H)).clone().requires_grad_(), part(randn("dy", S * B // 2, 2, H))
     for _ in range(2):  # the second backward adds to the first's gradients
         again = (lambda: x.detach()) if recompute else None
-        if as_mlp:
+        if how == "mlp":
             y = mlp(x, column.op, row.op, GELU, again)
         else:
             inner = column(x, again)
             y = row(inner, (lambda: inner.detach()) if recompute else None)
         x.grad = None
         y.backward(dy)
-    return y.detach(), x.grad, column.weight.slot.main_grad / 2, row.weight.slot.main_grad / 2
+    dws = [layer.weight.slot.main_grad / 2 for layer in (column, row) if layer.weight.slot is not None]
+    return y.detach(), x.grad, *dws
 
 
 def plain_two_layers(recipe, tp, activation=IDENTITY):
@@ -171,13 +185,15 @@ def plain_two_layers(recipe, tp, activation=IDENTITY):
         (2, Pieces, True, False),
     ],
 )
-@pytest.mark.parametrize("as_mlp", [False, True], ids=["linear", "mlp"])
-def test_linear_layers(ranks, recipe, tp, by, sequence_parallel, recompute, as_mlp):
-    results = ranks(tp, two_layers, recipe, tp, by, sequence_parallel, recompute, as_mlp)
+@pytest.mark.parametrize("how", ["linear", "mlp", "adapted"])
+def test_linear_layers(ranks, recipe, tp, by, sequence_parallel, recompute, how):
+    results = ranks(tp, two_layers, recipe, tp, by, sequence_parallel, recompute, how)
     whole = lambda i: torch.cat([r[i] for r in results]) if sequence_parallel else results[0][i]
-    actual = whole(0), whole(1), torch.cat([r[2] for r in results]), torch.cat([r[3] for r in results], 1)
+    actual = [whole(0), whole(1)]
+    if how != "adapted":
+        actual += torch.cat([r[2] for r in results]), torch.cat([r[3] for r in results], 1)
     # A sum in another order rounds another way to bf16 (2^-9), and now and then to another FP8 value (2^-4 or 2^-3).
-    expected = plain_two_layers(recipe, tp, GELU if as_mlp else IDENTITY)
+    expected = plain_two_layers(recipe, tp, GELU if how == "mlp" else IDENTITY)
     for name, mine, twin in zip(("y", "dx", "dw1", "dw2"), actual, expected):
         assert_close_rel(mine.float(), twin.float(), 6e-3, name)
 
@@ -319,6 +335,7 @@ MODEL = dict(
     max_positions=64,
     init_std=0.1,
 )
+ADAPTERS = {"finetune": {"kind": "lora"}, "lora": {"targets": ("qkv", "o", "gate", "down")}}
 TRAIN = dict(seq_len=64, micro_batch_size=2, global_batch_size=4, steps=12)
 
 
@@ -438,6 +455,19 @@ def test_the_first_step_notes_the_magnitudes_that_later_ones_note(base):
     torch.testing.assert_close(first, second, rtol=2**-2, atol=0)
 
 
+@pytest.mark.parametrize("change", [{}, ADAPTERS], ids=["all weights", "frozen"])
+def test_pieces_of_the_head_note_the_magnitudes_of_the_whole_head(change):
+    """Whether its weight is trained or not. Its first input has the same bits; later a rounding of 2^-3 may differ."""
+    cfg = config(toy("delayed", precision={"fp8_head": True}, model={"vocab_size": 128, "num_layers": 2}), change)
+    whole, pieces = (
+        run(config(cfg, {"model": {"head_piece": piece}}), 2)[1].chunks[0].head.op.gemm.history[:2]
+        for piece in (None, 32)
+    )
+    assert (whole[:, [ROLES.index("x"), ROLES.index("dy")]] > 0).all()
+    assert whole[1, ROLES.index("x")] == pieces[1, ROLES.index("x")]
+    torch.testing.assert_close(pieces, whole, rtol=2**-3, atol=0)
+
+
 def casts_of(cfg, evaluate):
     """By step, this rank's casts in order: the largest magnitude, the limit of the format, the scale."""
     steps, cast, trainer = [], plain.cast, build(cfg, mesh_of(cfg))
@@ -490,15 +520,7 @@ def test_each_tensor_is_cast_by_its_own_last_steps(ranks, world, layout, base, r
         assert len({scale for _, _, scale in group[0][-1]}) > 20, "other scales would fit, too"
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {},
-        {"model": {"head_piece": 32}},
-        {"finetune": {"kind": "lora"}, "lora": {"targets": ("qkv", "o", "gate", "down")}},
-    ],
-    ids=["whole", "pieces", "lora"],
-)
+@pytest.mark.parametrize("change", [{}, {"model": {"head_piece": 32}}, ADAPTERS], ids=["whole", "pieces", "lora"])
 def test_magnitudes_of_an_evaluation_enter_no_history(change):
     """Neither before the first step nor later, when the scales are known and other kernels cast."""
     cfg = config(toy("delayed", precision={"fp8_head": True}, model={"vocab_size": 128, "num_layers": 2}), change)

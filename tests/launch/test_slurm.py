@@ -718,6 +718,16 @@ def test_a_job_of_fine_tuning_that_was_stopped_goes_back_to_the_queue(tmp_path):
     assert status == 0 and "queue" not in said
 
 
+def test_a_job_that_was_requeued_reads_how_the_round_of_this_start_has_ended(tmp_path, monkeypatch):
+    """The first start lost a node, so did the third. A start without a round ends as its ranks do."""
+    for start, (ended, queued) in enumerate([("75", True), ("0", False), ("75", True), ("1", False), ("", False)]):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(start))
+        folder = f"rounds/7-{start}"
+        record = f"mkdir -p {folder}; echo '{{\"status\": {ended}}}' >{folder}/round.json" if ended else ""
+        status, said = Stubs(tmp_path, record).end()
+        assert (status, "scontrol requeue 7" in said) == (int(ended == "1"), queued), said
+
+
 def test_a_job_without_a_log_is_refused(tmp_path):
     """Told to stop it would end as if all steps were done, for it reads in log.dir how its ranks have ended."""
     status, said = Stubs(tmp_path, "", extra="log.dir=a log.dir=null").end()

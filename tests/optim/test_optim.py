@@ -266,16 +266,21 @@ def test_the_schedule_equals_torchs(schedule, warmup):
 
 
 @pytest.mark.parametrize("end", [{}, {"constant_steps": 3}, {"decay_steps": 12}], ids=str)
-def test_limits_in_steps_are_those_of_a_ramp(end):
-    """2 steps of 2 samples and 1 of 4 warm up. The last 4 of 12 decay, and 3 more may follow."""
+@pytest.mark.parametrize("warmup, decay", [(3, 4), (1, 10)])
+def test_limits_in_steps_are_those_of_a_ramp(warmup, decay, end):
+    """2 steps of 2 samples, one of 4, one of 6, then steps of 8: only the first of them warm up, or decay as well.
+
+    The last steps of 12 decay, and 3 more may follow.
+    """
     t = TrainConfig(global_batch_size=8, batch_ramp=(2, 2, 12), steps=15 if end else 12)
-    common = dict(lr=1.0, min_lr=0.1, lr_schedule="wsd", wsd_decay_steps=4)
-    in_steps = OptimizerConfig(warmup_steps=3, **common, **end)
+    common = dict(lr=1.0, min_lr=0.1, lr_schedule="wsd", wsd_decay_steps=decay)
+    in_steps = OptimizerConfig(warmup_steps=warmup, **common, **end)
     ends = [2, 4, 8, 14, *range(22, 22 + 11 * 8, 8)]
     for step, trained in enumerate(ends[: t.steps], 1):
-        expected = 1.0 if trained > 8 else trained / 8
-        if step > 8:
-            done = min(1.0, (trained - ends[7]) / (ends[11] - ends[7]))
+        expected = min(1.0, trained / ends[warmup - 1])
+        if step > 12 - decay:
+            start = ends[11 - decay]
+            done = min(1.0, (trained - start) / (ends[11] - start))
             expected = 0.1 + 0.9 * (1 - math.sqrt(done))
         assert learning_rate(in_steps, t, trained) == pytest.approx(expected, rel=1e-12)
 

@@ -24,7 +24,7 @@ from minitron.config.schema import Config
 from minitron.kernels import plain
 from minitron.kernels.kernels import PLAIN
 from minitron.optim.buckets import Gradients
-from minitron.optim.slices import add_rounded
+from minitron.optim.slices import PARTS_AT_ONCE, add_rounded
 from minitron.planner.dryrun.dryrun import Recorder, fake_world, recorded
 from minitron.planner.memory import Memory, data_levels
 from minitron.train import build
@@ -52,6 +52,15 @@ def summed_in_levels(grads, local):
     parts[0].zero_()
     add_rounded(total, parts, plain.sum_parts)
     return total
+
+
+@pytest.mark.parametrize("nodes", [1, 2, PARTS_AT_ONCE, PARTS_AT_ONCE + 1, 2 * PARTS_AT_ONCE + 1])
+def test_parts_of_any_number_of_nodes_are_added(nodes):
+    parts = torch.randint(-100, 100, (nodes, 24), generator=torch.Generator().manual_seed(nodes)).bfloat16()
+    total = torch.arange(24.0)
+    expected = total + parts.float().sum(0)
+    add_rounded(total, parts, plain.sum_parts)
+    assert torch.equal(total, expected)
 
 
 def ring_in_bf16(grads):

@@ -30,7 +30,7 @@ from fault_run import PATIENCE, PYTHONPATH, ROOT, TINY, Run
 from minitron import pretrain
 from minitron.checkpoint.directory import checkpoints
 from minitron.comm.activity import Activity, Progress
-from minitron.comm.mesh import Mesh
+from minitron.comm.mesh import Axis, Mesh
 from minitron.config.schema import Config, PrecisionConfig
 from minitron.data.indexed import IndexedWriter
 from minitron.optim.scaler import LossScaler
@@ -76,6 +76,23 @@ def test_a_hang_is_reported_with_rank_coordinates_action_and_collective(tmp_path
     assert re.match(
         r"  ranks 0, 1: step 3, Backward.*\n  rank 2: step 3, Forward\(mb=1, chunk=0\)\n  rank 3: ", everyone
     ), everyone
+
+
+def test_each_action_and_each_collective_is_progress(monkeypatch):
+    """Of a rank without collectives, actions alone show that it moves."""
+    now = [0.0]
+    monkeypatch.setattr("minitron.comm.activity.monotonic", lambda: now[0])
+    activity, axis = Activity(), Axis.single()
+    for change in (
+        lambda: activity.begin(Forward(0, 0)),
+        lambda: activity.enter("all-reduce", axis, 8),
+        activity.leave,
+        lambda: activity.replay([]),
+    ):
+        now[0] += 5
+        assert activity.idle() == 5
+        change()
+        assert activity.idle() == 0
 
 
 def test_the_device_s_place_is_the_first_action_it_has_not_finished():
