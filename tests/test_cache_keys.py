@@ -154,6 +154,7 @@ def test_a_sample_index_is_of_its_sequences_samples_and_seed(tmp_path, monkeypat
 
 BLEND = {
     "a weight": {"weights": (3, 2)},
+    "a weight's tenth digit": {"weights": (1 + 1e-10, 2)},
     "the order of weights": {"weights": (2, 1)},
     "samples": {"num_samples": 9},
     f"{UNCHANGED}the sum of weights": {"weights": (2, 4)},

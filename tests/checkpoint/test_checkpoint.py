@@ -228,8 +228,12 @@ def test_a_loss_scale_goes_on_in_the_middle_of_its_window(tmp_path):
     assert scales(resumed, steps[:4]) == scales(trainer.scaler, steps[:4]) != scales(fresh, steps[:4])
     assert scales(resumed, steps) == scales(trainer.scaler, steps)
     save(start_trainer(cfg)[0], cfg, 4, 3)
-    other = start_trainer(cfg)[0].scaler  # nothing but the save and the resume in between: the forgiven one counts
-    assert scales(other, [1.0]) == [256.0] != scales(start_trainer(saving(cfg, tmp_path / "none"))[0].scaler, [1.0])
+    other, _ = start_trainer(cfg)  # nothing but the save and the resume in between: the forgiven one counts
+    none = start_trainer(saving(cfg, tmp_path / "none"))[0].scaler
+    assert scales(other.scaler, [1.0, 1.0, 1.0]) == [256.0, 128.0, 64.0] != scales(none, [1.0, 1.0, 1.0])
+    assert other.scaler.tolerance < 0  # more overflows than were forgiven
+    save(other, cfg, 5, 3)
+    assert scales(start_trainer(cfg)[0].scaler, steps) == scales(other.scaler, steps)
 
 
 def test_fp8_histories_follow_their_layers(ranks, tmp_path):

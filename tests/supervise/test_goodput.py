@@ -73,13 +73,14 @@ def test_steps_that_a_later_start_went_back_behind_are_lost_in_all_starts_before
     assert (found.seconds["training"], found.seconds["lost"], found.lost_steps) == (4 + 6 + 3, 8 + 2, 10)
 
 
-def test_what_first_steps_take_beyond_others_is_start():
-    """A compiler in step 1, a recording in step 7; a later slow step is a slow step."""
-    rows = [run_row(1, 0.0, 0.0, 1.0)]
+@pytest.mark.parametrize("before", [0, 100])
+def test_what_first_steps_take_beyond_others_is_start(before):
+    """A compiler in a start's step 1, a recording in its step 7; a later slow step is a slow step."""
+    rows = [run_row(before + 1, 0.0, 0.0, 1.0)]
     now = 1.0
     for step in range(1, 31):
         seconds = {1: 9.0, 7: 5.0, 20: 4.0}.get(step, 1.0)
-        rows += steps([step], now, seconds)
+        rows += steps([before + step], now, seconds)
         now += seconds
     found = measure(rows)
     assert found.seconds["start"] == 1 + 8 + 4 and found.seconds["training"] == 29 + 4 and FIRST_STEPS < 20

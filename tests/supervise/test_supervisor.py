@@ -652,6 +652,27 @@ def test_an_unfit_node_goes_while_the_others_wait_for_one_in_its_place(leader):
     assert leader.after_stop(waits, {0: beats[0], 2: other}, [beats[0], other])["state"] == "run"
 
 
+def test_a_node_that_left_is_no_failure(leader):
+    """Neither one for which the round ended nor one that left while it stopped."""
+    beats = [beat_of(0), beat_of(1, leaving="got SIGTERM"), beat_of(2)]
+    for left in "host1 got SIGTERM", "":
+        before = stopped(*beats[:2]) | {"failures": [[3, "host0"]], "left": left}
+        after = leader.after_stop(before, dict(enumerate(beats)), beats[::2])
+        assert (after["state"], after["failures"]) == ("run", [[3, "host0"]])
+
+
+def test_each_round_waits_anew_for_a_node_in_the_place_of_one_that_left(leader, monkeypatch):
+    now, leader.args.rejoin_seconds = [0.0], 60.0
+    monkeypatch.setattr(lead, "monotonic", lambda: now[0])
+    beats = [beat_of(0), beat_of(1, leaving="got SIGTERM")]
+    for number in 1, 2:
+        round_ = stopped(*beats) | {"number": number, "left": "host1 got SIGTERM"}
+        for seconds, status in (0, None), (59, None), (2, REQUEUE):
+            now[0] += seconds
+            after = leader.after_stop(round_, dict(enumerate(beats)), beats[:1])
+            assert (after and after["status"]) == status
+
+
 @pytest.mark.parametrize("off", [-3600.0, 3600.0])
 @pytest.mark.parametrize("nodes", [(1, 2), (0, 2)])
 def test_a_node_with_another_clock_or_a_poor_disk_is_left_out_if_there_are_enough_others(leader, capsys, off, nodes):
