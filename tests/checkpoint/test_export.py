@@ -326,13 +326,15 @@ def test_an_export_that_fails_or_is_late_costs_a_line(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("every", [["checkpoint.every=10"], ["checkpoint.every=auto", "checkpoint.mtbf_hours=1"]])
-def test_each_third_save_and_the_last_are_exported(tmp_path, every):
+def test_each_third_save_and_the_last_are_exported(tmp_path, monkeypatch, every):
     """Of saves at steps that are not known before, each third that was made."""
     keys = [f"checkpoint.dir={tmp_path}", "train.steps=70", "checkpoint.export=hf", "checkpoint.export_every=3"]
-    one, due = Exporter(cli.load([*TINY, *keys, *every]), None), []
-    for one.saves, step in enumerate((10, 20, 30, 40, 50, 60, 70), start=1):
-        due.append(one.due(step))
-    assert due == [False, False, True, False, False, True, True]
+    one, started = Exporter(cli.load([*TINY, *keys, *every]), SimpleNamespace(info=lambda _: None)), []
+    ended = SimpleNamespace(poll=lambda: 0, communicate=lambda: ("", ""), returncode=0)
+    monkeypatch.setattr(exporting.subprocess, "Popen", lambda words, **_: started.append(words[-2].name) or ended)
+    for step in range(10, 80, 10):
+        one.saved(tmp_path / f"step_{step}", step)
+    assert started == ["step_30", "step_60", "step_70"]
 
 
 def test_a_signal_ends_the_export_and_leaves_nothing(tmp_path, monkeypatch):

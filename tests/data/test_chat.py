@@ -393,6 +393,19 @@ def test_a_template_of_tools_reasoning_and_variables_as_transformers_has_them(bp
     ours.chat.close()
 
 
+@pytest.mark.parametrize("marked", ["default", "tool_use"])
+def test_each_template_of_a_tokenizer_marks_answers_by_its_own_blocks_or_has_none(bpe, marked):
+    """Blocks here have the text of each message. Without blocks answers are found, and the end of a turn with them."""
+    templates = {"default": CHATML, "tool_use": "{{ tools | length }}" + CHATML}
+    blocks = "' }}{% generation %}{{ m.content }}{% endgeneration %}{{ '<|im_end|>"
+    templates[marked] = templates[marked].replace("' + m.content + '<|im_end|>", blocks)
+    ours = ours_of(of_transformers(bpe, templates))
+    for name, tools in ("default", None), ("tool_use", [TOOL]):
+        parts = encode(ours, said("a", "b"), tools)
+        assert [ours.decode(part) for part in parts[1::2]] == (["a", "b"] if name == marked else ["b<|im_end|>\n"])
+    ours.chat.close()
+
+
 def save(folder, theirs):
     theirs.save_pretrained(folder)
     return folder

@@ -8,13 +8,16 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import transformers
 
 import warm
+from minitron.config import cli
 from minitron.data.indexed import IndexedWriter
+from minitron.planner.failures import state_bytes
 from slurm_cluster import Cluster
 from tools import check_job
 
@@ -140,6 +143,22 @@ def test_all_that_is_missing_is_said_at_once(stage, tmp_path):
     assert "STAGE_PATH is not set" in found["variables"][1] and "DTYPE= is" in found["variables"][1]
     status, found = check("175b", "-N16", env=variables(stage, VENV="/nowhere", PYTHON="/nowhere", DATASET="mock"))
     assert status == 1 and found["others"][0] == "?" and "PYTHON=..." in found["others"][1]
+
+
+@pytest.mark.parametrize(
+    "every, keep, count",
+    [("0", 0, 1), ("50", 0, 3), ("100", 0, 2), ("150", 0, 1), ("999", 0, 1), ("50", 1, 2), ("100", 1, 2), ("10", 3, 4)],
+)
+def test_a_disk_has_room_for_the_saves_of_150_steps_that_are_kept(tmp_path, monkeypatch, every, keep, count):
+    """And for a new one beside those that are kept. The last step is saved, too."""
+    words = [f"checkpoint.dir={tmp_path}", f"checkpoint.every={every}", f"checkpoint.keep={keep}", "train.steps=150"]
+    cfg = cli.load([*TINY.split(), *words])
+    free, job = count * state_bytes(cfg), check_job.Job(cfg, 2, None, False)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    assert check_job.disk(job).startswith(f"{count} checkpoint{'s' * (count > 1)} of ")
+    free -= 1
+    with pytest.raises(ValueError, match=f"and {count} checkpoints? of .* may be there at once"):
+        check_job.disk(job)
 
 
 @pytest.mark.parametrize(
