@@ -17,6 +17,7 @@ from minitron import pretrain
 from minitron.checkpoint.reader import Reader
 from minitron.comm.mesh import Mesh
 from minitron.config import cli
+from minitron.config.schema import Config
 from minitron.data.loader import Loader
 from minitron.model.layers import Norm
 from minitron.parallel.linear import RowParallelLinear
@@ -219,6 +220,26 @@ def test_dropout_differs_from_step_to_step_and_evaluation_has_none():
             total, tokens = trainer.evaluate(loader.step(0, step)).tolist()
             assert total / tokens == pytest.approx(without, rel=1e-6)
         loader.close()
+
+
+def evaluated_after_a_step(cfg: Config) -> list[float]:
+    """At learning rate 0: the loss sum and the tokens."""
+    torch.set_num_threads(1)
+    trainer = build(cfg, mesh_of(cfg))
+    loader = Loader(dataset_of(cfg), cfg, trainer.mesh)
+    trainer.step(loader.step(0, 0), 0.0)
+    found = trainer.evaluate(loader.step(0, 1)).tolist()
+    loader.close()
+    return found
+
+
+@pytest.mark.parametrize("vp", [1, 2])
+def test_no_chunk_of_a_rank_drops_in_an_evaluation(ranks, vp):
+    layout = {"model": {"num_layers": 4}, "parallel": {"pp": 2, "vp": vp}}
+    with_dropout, without = (
+        ranks(2, evaluated_after_a_step, config(GPT3, layout, {"model": {"hidden_dropout": p}})) for p in (0.5, 0.0)
+    )
+    assert with_dropout == without
 
 
 # ---- what belongs to a parameter -------------------------------------------------------------------------------------

@@ -219,7 +219,14 @@ def across_of_a_run(keys):
 
 
 @pytest.mark.parametrize(
-    "keys, levels", [({}, False), ({"reduce_dtype": "bf16"}, True), ({"grad_dtype": "bf16"}, True)]
+    "keys, levels",
+    [
+        ({}, False),
+        ({"reduce_dtype": "bf16"}, True),
+        ({"grad_dtype": "bf16"}, True),
+        ({"accumulate_dtype": "bf16"}, False),
+        ({"grad_dtype": "bf16", "reduce_dtype": "fp32"}, False),
+    ],
 )
 def test_a_run_makes_levels_of_its_nodes_for_gradients_in_bf16(ranks, keys, levels):
     found = ranks(4, across_of_a_run, {"optimizer": keys})

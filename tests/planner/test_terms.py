@@ -287,6 +287,14 @@ def test_weight_gradients_are_put_off_but_by_the_first_stage_and_by_a_head_in_pi
     assert (last - inner) * 1e12 == pytest.approx(0 if tuned or piece else 2 * t * h * 8192)
 
 
+@pytest.mark.parametrize("layout", [["parallel.tp=2"], ["parallel.tp=2", "parallel.sequence_parallel=false"]])
+def test_frozen_weights_have_one_backward_also_where_weight_gradients_are_put_off(layout):
+    """Only what adapters put off is another time."""
+    time = StageTime(cli.load([*SMALL, *LORA, *layout, "parallel.pp=2", "parallel.schedule=zb-h1"]), IDEAL)
+    (forward, split), (same, whole) = time.block(False, True), time.block(False, False)
+    assert forward == same and split.pop("deferred") > 0 and split == whole
+
+
 def test_the_last_bucket_and_the_first_gather_are_waited_for():
     """However long the backward is, its last bucket leaves when it is over; and the first forward needs a bucket."""
     cfg = cli.load([*SMALL, "train.global_batch_size=8"])
@@ -490,6 +498,19 @@ def test_weight_gradients_that_wait_are_of_casts_but_for_adapters(tuned, share):
     keys = [*SMALL, *tuned, "parallel.pp=2", "parallel.schedule=zb-h1"]
     plain, cast = (Memory(cli.load([*keys, *fp8]), 2, gpus_per_node=8).deferred(0) for fp8 in ([], [FP8]))
     assert plain == share * cast > 0
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_both_ends_of_a_pipeline_hold_the_float32_sum_of_a_tied_table_s_copies(pp):
+    """Where gradients are in bf16 and no data rank has a float32 slice of them."""
+    keys = [*SMALL, f"parallel.pp={pp}", "optimizer.accumulate_dtype=bf16"]
+    tied, untied = (
+        Memory(cli.load([*keys, f"model.tie_embeddings={value}"]), pp, gpus_per_node=8) for value in ("true", "false")
+    )
+    m = tied.cfg.model
+    more = [tied.lasting_parts(rank)[1] - untied.lasting_parts(rank)[1] for rank in range(pp)]
+    table = 4 * m.padded_vocab_size * m.hidden_size
+    assert more == [table, *[0] * (pp - 2), table]
 
 
 def test_memory_of_buffers_between_gpus_of_a_node():
