@@ -48,7 +48,7 @@ class Row:
     """A measurement. fitted: which constants of `--fit` it decides, "device" or "fabric"; "": none.
 
     products: seconds of the first rank's matrix products, timed alone. floor_share: theirs and attention's of the step.
-    kernel_seconds: the step's over the kernels of its graph.
+    kernel_seconds: the step's seconds divided by the kernels of its graph.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Row:
 
     @property
     def short_kernels(self) -> bool:
-        """Whether gaps are a large share of the step: they were measured between kernels of ten times this length."""
+        """Whether gaps are a large share of the step. They were measured between kernels ten times as long as this."""
         return self.kernel_seconds is not None and self.kernel_seconds < 2e-5
 
     @property
@@ -100,7 +100,7 @@ def own_rows(path: Path) -> list[Row]:
                 one["ours"]["step_seconds"],
                 one["ours_gib"],
                 one["ours"].get("floor_gemm_seconds"),
-                fitted="device" if case.gpus == 1 else "fabric",
+                fitted=("device" if case.gpus == 1 else "fabric") if gpu == "h200" else "",
                 floor_share=one["ours"].get("floor_share"),
                 kernel_seconds=one["ours"]["step_seconds"] / nodes if (nodes := one["ours"].get("nodes")) else None,
                 software="minitron",
@@ -469,15 +469,16 @@ Written by `python benchmarks/calibration.py`; no figure in a table is typed in.
 `minitron/planner/devices.json`.
 
 - Measured alone on an H200: products, attention, copies, NVLink, and what launching a kernel takes the host; on an
-  H100: products, attention and copies, while the rest is the H200's. Kernels of a block were counted on single ranks.
-  The A100 is scaled by data sheets and others' measurements, and networks between nodes are data sheets' or assumed;
-  each source says which.
+  H100: products, attention and copies, while the rest but the host is the H200's. Kernels of a block were counted on
+  single ranks. The A100 is scaled by data sheets and others' measurements, and networks between nodes are data sheets'
+  or assumed; each source says which.
 - Fitted, three constants: in_step {in_step:g}, the rate of kernels in a step over that alone, on own runs of one H200,
-  before there were any of an H100, for all devices; and the share of a hidden copy's time by which what runs beside it
-  takes longer: copy_felt {copy:g} of gradients and parameters, piece_felt {piece:g} of tensor parallelism, on own runs
-  of two and four GPUs, for all fabrics. Only minitron copies so; NCCL's share, `felt`, is that of the multiprocessors
-  it takes. Nothing is fitted on memory.
-- Held out: every published run at all scales, Megatron-core beside our own, single ranks.
+  for all devices; and the share of a hidden copy's time by which what runs beside it takes longer: copy_felt {copy:g}
+  of gradients and parameters, piece_felt {piece:g} of tensor parallelism, on own runs of two and four GPUs, for all
+  fabrics. Only minitron copies so; NCCL's share, `felt`, is that of the multiprocessors it takes. Nothing is fitted on
+  memory.
+- Held out: every published run at all scales, Megatron-core beside our own, single ranks, own runs of an H100 and those
+  that are bound by the host.
 - Not blind: some choices were made after published rows had been seen. NCCL's share `felt` is that of its
   multiprocessors and not one fitted with the copies', which was tried and made published errors larger; Meta's rows are
   planned without overlap of tensor parallelism; Megatron's user buffers launch no piece of their own from the host;
@@ -508,13 +509,12 @@ has no measured memory, the predicted one is that of minitron in this layout, an
 What is known of errors above 7 %. A3 Mega: what TCPXO reaches is assumed. GPT-3 175B FP8 of v24.11.1, most from 512
 GPUs on: the same document has 2,048 GPUs faster than fewer, and its next version has all of them faster. NeMo 24.01: an
 early release for H100; a month later the same model in FP8 took a tenth less. 175B and 405B in FP8 on 2,048 GPUs and
-more: measured steps grow more with the GPUs than planned ones. JUWELS Booster, 13B: no constant of its GPUs is
-measured. LoRA of 8B to 13B is planned too slow, in FP8 most, of 70B too fast, by a fifth on 32 GPUs, where it took a
-seventh longer than on 16: scripts ask the driver for more power to tensor cores (vboost), which no plan knows; NVIDIA's
-two tables of NeMo 24.07, without and with it, differ by 1.6 % on average, by -1.3 to 6.4. 7B's SFT in FP8: the same
-document trains as many tokens a second with four times the microbatches a step. Long sequences: rings of four and more
-are planned 7 to 11 % too slow. GPT-2 124M, in microbatches of 1,024 tokens, is planned too slow by both softwares: its
-kernels take 8 microseconds, and the H200's gap between longer ones is a third of its planned step. Megatron-core, of
+more, 405B of release 25.11 on 1,024 and Meta's on 8,192: measured steps grow more with the GPUs than planned ones.
+JUWELS Booster, 13B: no constant of its GPUs is measured. LoRA of 70B is planned too fast, by a fifth on 32 GPUs, where
+it took a seventh longer than on 16. 7B's SFT in FP8: the same document trains as many tokens a second with four times
+the microbatches a step. Long sequences: rings of four and more are planned 7 to 11 % too slow. GPT-2 124M, in
+microbatches of 1,024 tokens, is planned too slow for both trainers: its kernels take 8 microseconds, and the H200's gap
+between longer ones is a third of its planned step. The same is seen on single ranks of 13B in FP8. Megatron-core, of
 two and four GPUs: with tp 2 it is planned too fast, in FP8 most. Not counted are that its host waits for the norm of
 the gradients before it launches the update, and that the head's weight gradient, without apex, is added to the sum by a
 kernel of its own. Releases of one job differ by up to 7 %: no plan of a configuration can meet all of them.

@@ -46,7 +46,10 @@ from minitron.planner import style
 POINTS = 100  # of a recorded curve, each a mean
 MOST_SECONDS = 1800  # after which a run counts as hanging
 # FP8 recipe, gradients, microbatches of a step
-FORMATS = ("none", "fp32", 1), ("none", "bf16", 1), ("none", "bf16", 8), ("delayed", "fp32", 1), ("current", "fp32", 1)
+FORMATS = (
+    *(("none", "fp32", None), ("none", "bf16", None), ("none", "bf16", 8)),
+    *(("delayed", "fp32", None), ("current", "fp32", None)),
+)
 TOLERANCE = 0.01
 TEXT = (
     *("data.source=indexed", "data.paths=[data/gate_text_document]", "data.tokenizer=hf:tokenizers/gate"),
@@ -87,7 +90,7 @@ class Run:
     fp8: str
     seed: int
     gradients: str = "fp32"
-    microbatches: int = 1  # of a step, where it is not what the configuration says
+    microbatches: int | None = None  # of a step; None: as configured
 
     def __str__(self) -> str:
         return f"{self.name} seed {self.seed}"
@@ -100,7 +103,7 @@ class Run:
     @property
     def format(self) -> str:
         gradients = ", gradients bf16" if self.gradients == "bf16" else ""
-        gradients += f" over {self.microbatches} microbatches" if self.microbatches > 1 else ""
+        gradients += f" over {self.microbatches} microbatches" if self.microbatches else ""
         return ("bf16" if self.fp8 == "none" else f"FP8 {self.fp8}") + gradients
 
     @property
@@ -110,14 +113,14 @@ class Run:
     @property
     def keys(self) -> list[str]:
         backend = "te" if torch.cuda.device_count() else "torch"  # the same numbers, on a CPU
-        size = cli.load(self.config).train.global_batch_size // self.microbatches
+        size = cli.load(self.config).train.global_batch_size // (self.microbatches or 1)
         return [
             *self.config,
             f"train.seed={self.seed}",
             f"precision.fp8={self.fp8}",
             f"optimizer.grad_dtype={self.gradients}",
             *[f"precision.fp8_backend={backend}"] * (self.fp8 != "none"),
-            *[f"train.micro_batch_size={size}"] * (self.microbatches > 1),
+            *[f"train.micro_batch_size={size}"] * bool(self.microbatches),
         ]
 
 
@@ -186,9 +189,9 @@ def of_changes() -> dict[tuple[str, int], tuple[Run, Run]]:
 
 
 def newest(run: Run, rows: list[dict]) -> dict | None:
-    """The newest row of a run. Rows that say neither have float32 gradients, and microbatches as configured."""
-    told = {"gradients": "fp32", "microbatches": 1}
-    return next((row for row in reversed(rows) if run.identity.items() <= (told | row).items()), None)
+    """The newest row of a run. Rows without these fields have float32 gradients and the configured microbatches."""
+    defaults = {"gradients": "fp32", "microbatches": None}
+    return next((row for row in reversed(rows) if run.identity.items() <= (defaults | row).items()), None)
 
 
 def make_missing(args: argparse.Namespace, runs: list[Run]) -> None:

@@ -1,6 +1,6 @@
 """Every recipe's ranks, each measured alone on a GPU: `python benchmarks/recipes.py [--missing --seconds S]`.
 
-Problem: sixty measurements do not fit into one stay on a machine. The idea: each is a row of results.jsonl
+Problem: eighty measurements do not fit into one stay on a machine. The idea: each is a row of results.jsonl
 (benchmarks/one_rank.py), and what this kind of GPU has no row of is missing. `--missing` runs that, one on each GPU
 at a time (benchmarks/workers.py), and begins none that may last longer than `--seconds`; the next call goes on. A row
 is written when it exists. Every call writes recipes.md of the rows there are, a table for each kind of GPU; a job's
@@ -60,8 +60,8 @@ PUBLISHED_405B = GRADIENTS, "parallel.pp=8", "parallel.vp=8"
 BEST_70B = GRADIENTS, WEIGHTS, "parallel.pp=8", "parallel.cp=1"
 MLPERF = GRADIENTS, WEIGHTS, "parallel.vp=6", "train.micro_batch_size=2", "train.global_batch_size=2048"
 DATA_PARALLEL = "parallel.pp=1", "parallel.vp=1", "parallel.layers_per_stage=null"
-# recipe, GPUs, network, keys of each number format; the first ones matter most. Rows are known by these keys, so those
-# that a recipe has by now stay.
+# recipe, GPUs, network, keys of each number format; the first ones matter most. Rows are identified by these keys, so
+# keys that a recipe has adopted since are kept.
 RECIPES = (
     ("gpt3_175b", 128, "ndr400", both(GRADIENTS)),
     ("gpt3_175b", 128, "ndr400", both(GRADIENTS, *DROPOUT)),
@@ -177,8 +177,10 @@ class Real:
         return [*self.config, "train.cuda_graph=on"]
 
     def row(self, rows: list[dict]) -> dict | None:
+        gradients = cli.load([str(record.ROOT / self.config[0]), *self.config[1:]]).optimizer.accumulates_in
         for row in reversed(rows):
-            if row["kind"] == "step" and row["world"] == 2 and {*self.config} <= {*shlex.split(row["command"])}:
+            found = row["kind"] == "step" and row["world"] == 2 and {*self.config} <= {*shlex.split(row["command"])}
+            if found and record.gradients(row) == gradients:
                 return row
         return None
 

@@ -4,8 +4,8 @@
     python tests/plant.py --check [NAME...]             only list the entries that do not fit the code
 
 A test proves little until it has failed. Mistakes are planted in temporary copies of the files that git lists, so your
-working tree is never touched. Without a mistake, one process runs the tests of all entries of a test file. Each entry
-gets one line:
+working tree is never touched. Without a mistake, one process runs the tests of all entries of a test file, so a test
+that passes only after others is not noticed. Each entry gets one line:
 
     caught            its tests fail with the mistake, and pass without it
     MISSED            its tests pass with the mistake: they need another assertion
@@ -134,7 +134,8 @@ def run_tests(words: list[str], planted: tuple[Path, str] | None = None, seconds
         if hung or process.exitcode not in (0, 1):
             why = f"it took more than {seconds} s" if hung else f"exit {process.exitcode}"
             return {}, f"{output}\n{why}"
-        return json.loads((Path(folder) / "outcomes").read_text()), output
+        outcomes = Path(folder) / "outcomes"  # a process that ended before pytest did has left none
+        return json.loads(outcomes.read_text()) if outcomes.exists() else {}, output
 
 
 def _pytest(folder: str, words: list[str]) -> None:

@@ -1,5 +1,6 @@
 """The form of mistakes.toml, how an entry finds its place, and (-m slow) that the tests catch every mistake."""
 
+import json
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -118,19 +119,20 @@ def test_entries_that_do_not_fit_are_listed(tmp_path):
 
 
 def list_of(path, *mistakes: plant.Mistake) -> None:
-    tables = ("".join(f"{key} = '{value}'\n" for key, value in asdict(m).items()) for m in mistakes)
+    tables = ("".join(f"{key} = {json.dumps(value)}\n" for key, value in asdict(m).items()) for m in mistakes)
     path.write_text("".join(f"[[mistake]]\n{table}" for table in tables))
 
 
 def test_what_no_test_sees_is_missed(tmp_path):
-    """Of three small entries one is caught, one passes its tests, and of one there are no tests."""
+    """Of four small entries one is caught, one passes, one ends its process, and one has no tests."""
     one = next(m for m in MISTAKES if m.name == "uint16 is taken up to its last id")
     harmless = replace(one, name="harmless", new=f"{one.old} and True")
+    ends = replace(one, name="ends", new="__import__('os')._exit(1)")
     never = replace(one, name="never", tests="tests/data/test_data_indexed.py -k no_such_test")
-    list_of(tmp_path / "list.toml", one, harmless, never)
+    list_of(tmp_path / "list.toml", one, harmless, ends, never)
     done = run_plant("--list", str(tmp_path / "list.toml"))
     words = [line.split()[0] for line in done.stdout.splitlines() if line[:1].strip()]
-    assert words == ["caught", "MISSED", "BROKEN", "3"]  # "3 mistakes in ..."
+    assert words == ["caught", "MISSED", "BROKEN", "BROKEN", "4"]  # "4 mistakes in ..."
     assert done.returncode == 1
 
 

@@ -1,8 +1,8 @@
 """Measure Megatron-core and Transformer Engine: `torchrun --nproc-per-node N benchmarks/peers/megatron.py CONFIG ...`.
 
-It reads minitron's configuration, so the model, the layout and the batch are the same, and it is set up the way its
-own users run it fast: Transformer Engine layers with fused weight-gradient accumulation, a sharded optimizer with
-float32 gradients and both of its collectives overlapped, interleaved pipeline messages overlapped, fused rotary
+It reads minitron's configuration, so the model, the layout, the batch and the format of gradients are the same, and it
+is set up the way its own users run it fast: Transformer Engine layers with fused weight-gradient accumulation, a
+sharded optimizer with both of its collectives overlapped, interleaved pipeline messages overlapped, fused rotary
 positions and loss. `--mode` chooses among the ways of modes.py. Prints figures by minitron's counting. NVIDIA's apex is
 not assumed: only the head, which is Megatron's own layer and not Transformer Engine's, would use it, for its weight
 gradient.

@@ -567,7 +567,7 @@ def of_configurations(device):
 
 # What is missed, and why, is in calibration.md: these hold what is reached.
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("device, mean, worst", [("h100", 0.041, 0.14), ("a100", 0.06, 0.11)])
+@pytest.mark.parametrize("device, mean, worst", [("h100", 0.04, 0.14), ("a100", 0.06, 0.11)])
 def test_published_configurations_are_met_and_none_is_fitted(device, mean, worst):
     errors = of_configurations(device)
     assert {name: f"{error:+.3f}" for name, error in errors.items() if abs(error) > worst} == {}
@@ -620,7 +620,7 @@ def test_all_other_runs_are_met_within_15_percent_and_their_memory_within_7():
         # Workspaces of libraries, which are not planned, count in a small model.
         assert job.memory_gib == pytest.approx(row.gib, rel=0.07, abs=0.25), row.name
         held_out = row.host_bound or row.short_kernels
-        assert bool(row.fitted) == (row.software == "minitron" and not held_out)
+        assert bool(row.fitted) == (row.software == "minitron" and row.device == "h200" and not held_out)
 
 
 def test_the_table_has_a_line_a_row_and_no_figure_of_its_own(tmp_path, capsys, monkeypatch):
