@@ -219,8 +219,7 @@ def draw(entries: list[dict]):
     for axes, (heading, found) in zip(all_axes[:, 0], rooms):
         for row, e in enumerate(found):
             _cells(axes, row, right, "", "", f"{e['ratio']:.3f}" + (f"\n± {e['spread']:.3f}" if "spread" in e else ""))
-        gpus = [f"{e['ours']['world']} GPU{'s' if e['ours']['world'] > 1 else ''}" for e in found]
-        axes.set_yticks(range(len(found)), [f"{in_words(e['case'])}, {count}" for e, count in zip(found, gpus)])
+        axes.set_yticks(range(len(found)), [f"{in_words(e['case'])}, {e['ours']['world']} {gpu_of(e)}" for e in found])
         axes.set(xlim=(0, 1.5 * right), ylim=(len(found) - 0.5, -0.5))
         axes.set_title(heading)
         axes.tick_params(axis="y", length=0)
@@ -228,8 +227,8 @@ def draw(entries: list[dict]):
         axes.spines["bottom"].set_bounds(0, right)
     _cells(all_axes[0, 0], -0.75, right, "MFU", "of floor", "× peer")
     all_axes[-1, 0].set_xlabel("TFLOP/s per GPU, all attention scores counted", x=0.33)
-    gpus = [f"{e['gpu'] or 'CPU'} at {e['power_limit_watts'] or 0:g} W".removesuffix(" at 0 W") for e in entries]
-    figure.suptitle(f"Training speed on {', '.join(sorted(set(gpus)))}, both sides in turn on the same machine")
+    gpus = [f"{gpu_of(e)} at {e['power_limit_watts'] or 0:g} W".removesuffix(" at 0 W") for e in entries]
+    figure.suptitle(f"Training speed on {', '.join(sorted(set(gpus)))}, both sides in turn on one machine")
     peers = {e["peer"] for e in entries}
     handles = [Patch(color=COLORS["ours"], label="minitron")]
     handles += [Patch(color=COLORS[peer], label=name) for peer, name in PEERS.items() if peer in peers]

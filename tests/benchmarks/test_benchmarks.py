@@ -652,7 +652,7 @@ def test_the_picture_of_comparisons_has_the_figures_of_the_records():
     ]
     figure = table.draw(entries)
     pretrained, _, tuned, in_fp8 = figure.axes
-    assert "NVIDIA H200" in figure.get_suptitle() and "700" in figure.get_suptitle()
+    assert "H200 at 700 W" in figure.get_suptitle()
     # The largest lead comes first.
     for axes, cases in (
         (pretrained, ["175b-tp4-bf16", "8b-pp4-bf16"]),

@@ -129,6 +129,7 @@ def test_patterns_read_the_job_out_of_a_run(tmp_path, slurm):
         "train.global_batch_size=8",
         "train.steps=6",
         "precision.dtype=fp32",
+        "optimizer.grad_dtype=null",
         "log.every=2",
     )
     assert result.returncode == 0 and (tmp_path / "ready").exists(), result.stderr
@@ -341,7 +342,7 @@ def test_jube_on_slurm(tmp_path):
     """The benchmark as its users run it, with a small model on the two nodes of a cluster, until its time is up."""
     tiny = (
         "{} model.num_layers=4 model.hidden_size=32 model.num_heads=2 model.ffn_hidden_size=64 model.vocab_size=64 "
-        "precision.dtype=fp32 log.every=2"
+        "precision.dtype=fp32 optimizer.grad_dtype=null log.every=2"
     )
     with Cluster() as cluster:
         write_benchmark(
