@@ -5,7 +5,7 @@ of any content. NaN and zeros draw less power than numbers do, and a step with t
 `partners(...)` the few functions through which a step meets other ranks are replaced.
 
     collectives between ranks    a copy of this rank's part, for each of the others
-    FP8 weights of data ranks    copies of this rank's slice, made in every step; an unknown amax is the smallest known
+    FP8 weights of data ranks    copies of this rank's slice, made in every step, and the smallest known amax
     messages between stages      copies of one random tensor, as large as real ones
     memory that GPUs share       a local buffer; a partner's part of a sum is the one made for that partner
     counts of tokens             this rank's own, also where another stage counts them: so updates are real ones
@@ -89,7 +89,7 @@ def gather(
     own: Tensor,
     original: Callable = slices.ProcessGroupSliceComm.gather,
 ) -> Handle[Tensor]:
-    """ProcessGroupSliceComm.gather. Before it, other ranks' slices of FP8 weights get the bytes of this rank's."""
+    """Fill the other ranks' slices of FP8 weights with the bytes of this rank's slice. Then gather."""
     if buffer.dtype == torch.uint8:
         for part in buffer.split(len(own)):
             if part.data_ptr() != own.data_ptr():
@@ -98,7 +98,7 @@ def gather(
 
 
 def with_every_amax(method: Callable[[WeightScales], None]) -> Callable[[WeightScales], None]:
-    """WeightScales.follow or end. Before it, weights without a slice here get the smallest amax of the others."""
+    """Wrap follow or end. A weight without a slice on this rank first gets the smallest amax of the others."""
 
     def run(self: WeightScales) -> None:
         known = self.amax > 0

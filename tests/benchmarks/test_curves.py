@@ -102,7 +102,7 @@ def test_a_format_passes_within_the_spread_of_seeds(tmp_path, capsys):
 
 
 def test_gradients_are_also_added_over_microbatches(tmp_path):
-    """The same batch in eight parts. A row that says nothing of it is a run with one microbatch."""
+    """The same batch in eight parts. A row without the number of microbatches has those of the configuration."""
     config = ("configs/quickstart.yaml", "train.global_batch_size=32", "train.micro_batch_size=32")
     whole, parts = (run for run in curves.of_formats(config, 7) if run.gradients == "bf16" and run.seed == 7)
     assert (whole.format, parts.format) == ("bf16, gradients bf16", "bf16, gradients bf16 over 8 microbatches")
