@@ -16,6 +16,7 @@ forwards, since a floor repeats nothing.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -24,8 +25,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minitron.config.schema import Config
 from minitron.kernels.attention import Backend, Options
 from minitron.kernels.gemm import DTYPES, Gemm
+from minitron.kernels.kernels import choose
 from minitron.kernels.rng import AttentionDropout
 from minitron.model.gpt import Head
 from minitron.parallel.linear import ParallelLinear
@@ -146,13 +149,15 @@ def _attention_tiles(trainer: Trainer) -> list[tuple[int, int, bool]]:
     return [(t.queries.stop - t.queries.start, t.keys.stop - t.keys.start, t.causal) for t in tiles]
 
 
-def floor_seconds(
-    work: tuple[Counter[Product], Counter[AttentionCall]], backend: Backend, dtype: str, device: torch.device
-) -> dict[str, float]:
-    """Seconds of all products, of the head's among them and of all attention calls of a step, each timed alone. Needs
-    the device's memory: drop the trainer first."""
-    products, calls = work
-    dtype = DTYPES[dtype]
+def floor_seconds(work: tuple[Counter[Product], Counter[AttentionCall]], cfg: Config, device: torch.device) -> dict:
+    """Seconds of all products, of the head's among them and of all attention calls of a step, each timed alone.
+
+    Needs the device's memory: drop the trainer first.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    (products, calls), dtype, backend = work, DTYPES[cfg.precision.dtype], choose(cfg, device).attention
     timed = {p: count * seconds(p.prepare(dtype, device), device) for p, count in products.items()}
     return {
         "gemm": sum(timed.values()),

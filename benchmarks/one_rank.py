@@ -13,6 +13,7 @@ pipeline rank the whole job is simulated, at the recipe's batch:
                                                                                           job_quiet_seconds: no traffic
 
 The other two ranks are measured first, each in a process of its own, unless `--results FILE` has them of this commit.
+`--profile` also prints the kernels that take longest, and the time of the products and attention alone (floor.py).
 On CPUs everything runs but what only a GPU has. What is left out is printed, see LEFT_OUT.
 """
 
@@ -41,7 +42,7 @@ if __name__ == "__main__":
 
 import torch
 
-from benchmarks import measure, record, shares
+from benchmarks import floor, measure, record, shares
 from benchmarks.partners import partners
 from benchmarks.programs import launch
 from minitron import train
@@ -175,11 +176,12 @@ def fewer(cfg: Config, world: int, args: argparse.Namespace) -> Config:
     return replace(cfg, train=replace(t, global_batch_size=batch, eval_every=0, cuda_graph=args.graph))
 
 
-def measured(cfg: Config, world: int, rank: int, args: argparse.Namespace, machine: Machine, laps: Laps) -> dict:
-    """Train one rank of `world`, and return its figures."""
+def measured(cfg: Config, world: int, rank: int, args: argparse.Namespace, machine: Machine, laps: Laps) -> tuple:
+    """Train one rank of `world`: (its figures, what its floor consists of)."""
     device, capability = measure.choose_device()
     with cli.user_errors():
         rules.check(cfg, world, capability)
+        shares.check(args, device)
     p = cfg.parallel
     with fake_world(world, rank, device.type) if world > 1 else nullcontext(), partners(machine.fabric.gpus_per_node):
         if world > 1:
@@ -191,8 +193,8 @@ def measured(cfg: Config, world: int, rank: int, args: argparse.Namespace, machi
             return run(cfg, args, recorded(mesh, clock), clock, laps)
 
 
-def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, clock: Clock, laps: Laps) -> dict:
-    """Train on random tokens until the steps are alike, then take the figures."""
+def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, clock: Clock, laps: Laps) -> tuple:
+    """Train on random tokens until the steps are alike: (the figures, what the floor consists of)."""
     t, device = cfg.train, mesh.device
     data = build_datasets(
         replace(cfg.data, source="mock", paths=()),
@@ -242,11 +244,12 @@ def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, clock: Clock, laps: L
         raise SystemExit(f"error: {figures} are not finite: a mistake of partners.py, and kernels had the wrong data")
     gib = device_gib(device)  # before a profiler takes memory
     microbatches = cfg.num_microbatches(mesh.dp.size)
+    kernels = shares.record(step, 1, warm_up=0) if device.type == "cuda" else []
     result = {
         "replayed": graph is not None,
         "microbatches": microbatches,
         "step_seconds": seconds,
-        "busy_seconds": busy_seconds(step, device),
+        "busy_seconds": shares.union(kernels) / 1e6 if kernels else None,  # at least one kernel or copy runs
         "host_seconds": host,
         "update_host_seconds": update_host,
         "job_step_seconds": None,
@@ -261,9 +264,11 @@ def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, clock: Clock, laps: L
     }
     laps.end("profile")
     print(trainer.describe())
+    if args.profile:
+        print(shares.table(kernels, 1))
     loader.close()
     trainer.runner.close()  # before the process group
-    return result
+    return result, floor.step_work(trainer)
 
 
 def host_of_update(trainer: train.Trainer, step: Callable[[], object]) -> float:
@@ -282,11 +287,6 @@ def host_of_update(trainer: train.Trainer, step: Callable[[], object]) -> float:
     with mock.patch.object(trainer.runner, "forward_backward", wait_after):
         step()
     return time.perf_counter() - ended[0]
-
-
-def busy_seconds(step: Callable[[int], object], device: torch.device) -> float | None:
-    """Time of a step in which at least one kernel or copy runs; None on a CPU."""
-    return shares.union(shares.record(step, 1, warm_up=0)) / 1e6 if device.type == "cuda" else None
 
 
 def device_gib(device: torch.device) -> float | None:
@@ -397,6 +397,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--microbatches", type=int, help="of the measured step (default: a few, 2 pp or more)")
     parser.add_argument("--alone", action="store_true", help="this rank only: without the others that the job takes")
+    shares.add_options(parser)
     parser.add_argument("--fabric", default="ndr400", help="network of the job, in devices.json (default ndr400)")
     parser.set_defaults(steps=measure.WARMUP + 3)
     record.add_options(parser, results=None)
@@ -413,7 +414,7 @@ def main(argv: list[str] | None = None) -> dict:
         machine = machine_of(record.environment()["gpu"], args.fabric)
         plan = None if args.alone else Step(cfg, args.world, machine)
     rows = {} if args.alone else others(args, cfg.parallel.pp, rank)  # before this process takes memory of the GPU
-    figures = measured(fewer(cfg, args.world, args), args.world, rank, args, machine, laps)
+    figures, work = measured(fewer(cfg, args.world, args), args.world, rank, args, machine, laps)
     formats = {"dtype": cfg.precision.dtype, "fp8": cfg.precision.fp8, "gradients": cfg.optimizer.accumulates_in}
     result = identity(args, rank) | formats | figures
     if plan is not None:
@@ -421,6 +422,9 @@ def main(argv: list[str] | None = None) -> dict:
         result["job_step_seconds"], result["job_quiet_seconds"] = job_seconds(plan, args.world, rows)
     print("\n".join(f"{name:18} {text(value)}" for name, value in result.items()))
     print(LEFT_OUT)
+    if args.profile:
+        alone = floor.floor_seconds(work, cfg, measure.choose_device()[0])
+        print("floor: GEMM {gemm:.4f} s (head {head:.4f}) + attention {attention:.4f} s".format_map(alone))
     if args.results:
         record.append(args, "one_rank", result)
     laps.end("end")

@@ -9,6 +9,7 @@ communication runs beside compute on another stream, and what it costs is only t
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -93,3 +94,16 @@ def record(step: Callable[[int], object], steps: int, warm_up: int = 1) -> list[
         for e in trace.events()
         if e.device_type() == DeviceType.CUDA and not e.is_user_annotation()
     ]
+
+
+# ---- the option of the programs ------------------------------------------------------------------------------------
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--profile", action="store_true", help="also print the kernels that take longest")
+
+
+def check(args: argparse.Namespace, device: torch.device) -> None:
+    """Raises ValueError for a profile without a GPU."""
+    if args.profile and device.type != "cuda":
+        raise ValueError("--profile lists a GPU's kernels, and there is no GPU; leave it out")

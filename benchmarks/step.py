@@ -9,7 +9,6 @@ FILE` appends a record. Runs on CPUs too, where there are no MFU, memory and ker
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import sys
 from pathlib import Path
@@ -17,7 +16,6 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # the repository, not this folder
 
-import torch
 import torch.distributed as dist
 
 from benchmarks import floor, measure, record, shares
@@ -43,17 +41,14 @@ def main(argv: list[str] | None = None) -> dict:
     device, capability = measure.choose_device()
     with cli.user_errors(quiet=int(os.environ.get("LOCAL_RANK", 0)) > 0):
         rules.check(cfg, world, capability)
-        if args.profile and capability is None:
-            raise ValueError("--profile lists a GPU's kernels, and there is no GPU; leave it out")
-        chosen, data = choose(cfg, device), build_data(cfg)
+        shares.check(args, device)
+        choose(cfg, device)
+        data = build_data(cfg)
     with cli.user_errors(RunError):
         mesh = make_mesh(cfg, world, device, Listener(os.environ))
     result, work, kernels, description = run(cfg, args, mesh, data)
-    gc.collect()  # the trainer is gone: its memory is for the floor
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
     if args.floor:
-        alone = floor.floor_seconds(work, chosen.attention, cfg.precision.dtype, device)
+        alone = floor.floor_seconds(work, cfg, device)
         result |= {f"floor_{name}_seconds": measure.highest(value, device) for name, value in alone.items()}
         result["floor_share"] = measure.highest(alone["gemm"] + alone["attention"], device) / result["step_seconds"]
     of_ranks = gathered(shares.shares(kernels) if kernels else {}, mesh)
@@ -109,7 +104,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-floor", dest="floor", action="store_false", help="do not time products and attention alone"
     )
-    parser.add_argument("--profile", action="store_true", help="also print the kernels that take longest")
+    shares.add_options(parser)
     record.add_options(parser, results=None)
 
 
