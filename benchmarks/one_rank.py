@@ -181,7 +181,6 @@ def measured(cfg: Config, world: int, rank: int, args: argparse.Namespace, machi
     device, capability = measure.choose_device()
     with cli.user_errors():
         rules.check(cfg, world, capability)
-        shares.check(args, device)
     p = cfg.parallel
     with fake_world(world, rank, device.type) if world > 1 else nullcontext(), partners(machine.fabric.gpus_per_node):
         if world > 1:
@@ -410,6 +409,7 @@ def main(argv: list[str] | None = None) -> dict:
     os.environ["LOCAL_RANK"] = "0"  # or the mesh would choose a device by the rank
     with cli.user_errors():
         rules.check(cfg, args.world)
+        shares.check(args)
         (rank,) = choose_ranks(args.rank, cfg.parallel.pp, args.world)
         machine = machine_of(record.environment()["gpu"], args.fabric)
         plan = None if args.alone else Step(cfg, args.world, machine)

@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> dict:
     device, capability = measure.choose_device()
     with cli.user_errors(quiet=int(os.environ.get("LOCAL_RANK", 0)) > 0):
         rules.check(cfg, world, capability)
-        shares.check(args, device)
+        shares.check(args)
         choose(cfg, device)
         data = build_data(cfg)
     with cli.user_errors(RunError):

@@ -96,12 +96,14 @@ def test_the_job_is_simulated_with_rows_of_the_same_commit(tmp_path):
     assert "--rank 0" in command and command.endswith("--alone") and "--commit def" in command
 
 
-def test_mistakes_are_known_before_the_measurement(capsys):
+def test_mistakes_are_known_before_the_measurement(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for argv, message in [
         ([*TOY, "--world", "4", "--rank", "4"], "--rank"),
         ([*TOY, "--world", "3"], "global_batch_size"),
         ([*TOY, "--world", "1", "--fabric", "none"], "ndr400"),
         ([*TOY, "precision.dtype=fp32", "--world", "1"], "has no rate"),
+        ([*TOY, "--world", "1", "--profile"], "--profile"),
     ]:
         with pytest.raises(SystemExit):
             one_rank.main(argv)
