@@ -52,6 +52,10 @@ def both(*keys: str) -> tuple[tuple[str, ...], ...]:
     return keys, ("precision.fp8=delayed", *keys)
 
 
+def _layers(*of_stages: int) -> str:
+    return f"parallel.layers_per_stage=[{','.join(map(str, of_stages))}]"
+
+
 BOTH = both()
 FP16 = (), ("precision.dtype=bf16", "precision.fp8=delayed")
 GRADIENTS, WEIGHTS = "optimizer.grad_dtype=bf16", "precision.fp8_params=true"
@@ -59,6 +63,10 @@ DROPOUT = "model.hidden_dropout=0.1", "model.attention_dropout=0.1"
 PUBLISHED_405B = GRADIENTS, "parallel.pp=8", "parallel.vp=8"
 BEST_70B = GRADIENTS, WEIGHTS, "parallel.pp=8", "parallel.cp=1"
 MLPERF = GRADIENTS, WEIGHTS, "parallel.vp=6", "train.micro_batch_size=2", "train.global_batch_size=2048"
+ZB_405B = (
+    *("parallel.tp=2", "parallel.pp=64", "parallel.vp=1", "parallel.cp=4", "parallel.cp_style=ulysses"),
+    *("parallel.schedule=zb-h1", "parallel.layers_per_stage=null", "train.recompute=selective"),
+)
 DATA_PARALLEL = "parallel.pp=1", "parallel.vp=1", "parallel.layers_per_stage=null"
 # recipe, GPUs, network, keys of each number format; the first ones matter most. Rows are identified by these keys, so
 # keys that a recipe has adopted since are kept.
@@ -76,6 +84,31 @@ RECIPES = (
     ("gpt3_13b", 8, "ndr400", BOTH),
     ("gpt3_175b_jube", 384, "juwels-booster", FP16),
     ("gpt3_13b_jube", 32, "juwels-booster", FP16),
+)
+# The same jobs in the fastest layouts that `tools/plan.py --search` finds to fit with a graph.
+ULYSSES_70B = "parallel.tp=2", "parallel.vp=7", "parallel.cp=4", "parallel.cp_style=ulysses"
+PAIRS_175B = "train.micro_batch_size=2", "train.recompute=selective"
+FP8_175B = "precision.fp8=delayed", GRADIENTS, WEIGHTS, *PAIRS_175B
+FASTEST = (
+    (
+        "llama3_8b",
+        8,
+        (
+            (GRADIENTS, "parallel.vp=6", _layers(2, *[3] * 8, 2, 3, 1)),
+            ("precision.fp8=delayed", GRADIENTS, WEIGHTS, "parallel.vp=3", _layers(5, *[6] * 4, 3)),
+        ),
+    ),
+    (
+        "llama31_70b",
+        64,
+        (
+            (GRADIENTS, *ULYSSES_70B, _layers(1, *[3] * 24, 2, 3, 2)),
+            ("precision.fp8=delayed", GRADIENTS, WEIGHTS, *ULYSSES_70B, _layers(1, *[3] * 26, 1)),
+        ),
+    ),
+    ("gpt3_175b", 128, ((GRADIENTS, *PAIRS_175B), FP8_175B, (*FP8_175B, *DROPOUT))),
+    ("llama3_8b_lora", 8, (("train.micro_batch_size=4",), ("precision.fp8=delayed", "train.micro_batch_size=2"))),
+    ("llama31_405b", 512, (("precision.fp8=delayed", GRADIENTS, WEIGHTS, *ZB_405B),)),
 )
 CLOSELY = "gpt3_175b", "llama31_70b", "llama31_405b"
 CHECKED = "2gpu-8b-16layers-s8192-dp2", "2gpu-70b-4layers-tp2", "2gpu-175b-2layers-tp2", "2gpu-8b-16layers-pp2"
@@ -97,7 +130,7 @@ the rank are not there, what they send is made up ([`one_rank.py`](../one_rank.p
   and the last rank measured, and the traffic that the planner expects; beside it the same without traffic. Planned is
   the planner's step on the GPU of the table; published is what others measured on the GPU named, at first and at best,
   mostly with gradients in bf16 and GPT-3 with dropout. These are of the recipe's batch. Keys beside a recipe replace
-  those in it.
+  those in it. The last jobs of an H100 have the fastest layout that `tools/plan.py --search` finds.
 """
 TWO_GPUS = "Jobs of two GPUs: the step that both took (`benchmarks/step.py`), and what one rank at a time says of it."
 WHOLE_LABEL = (
@@ -226,7 +259,10 @@ class Whole:
 def jobs() -> Iterator[Job]:
     for recipe, world, fabric, formats in RECIPES:
         for keys in formats:
-            yield job_of(recipe, keys, world, fabric)
+            yield job_of(recipe, keys, world, fabric, closely=recipe in CLOSELY)
+    for recipe, world, formats in FASTEST:
+        for keys in formats:
+            yield job_of(recipe, keys, world, "ndr400")
 
 
 def whole_jobs(gpus: int) -> Iterator[Whole]:
@@ -246,14 +282,15 @@ def checks() -> Iterator[tuple[str, Job, Real]]:
             yield f"{name}, {'bf16' if fp8 == 'none' else 'FP8'}", job, Real(tuple(job.main.config))
 
 
-def job_of(recipe: str, keys: tuple[str, ...], world: int, fabric: str) -> Job:
+def job_of(recipe: str, keys: tuple[str, ...], world: int, fabric: str, closely: bool = False) -> Job:
+    """closely: with a second pipeline rank, and a rank without a graph."""
     pp = configuration(recipe, keys).parallel.pp
     run = Run(recipe, keys, world, 0, "on", fabric, alone=True)
     ranks = {one_rank.place(rank, pp, world): rank for rank in choose_ranks("first,last,middle", pp, world)}
     main = ranks.pop("middle", None) or ranks.pop("last", None) or ranks.pop("first")
     support = tuple(replace(run, rank=rank) for rank in ranks.values())
     beside = ()
-    if recipe in CLOSELY and world > 2:
+    if closely:
         beside = replace(run, rank=world // pp), replace(run, rank=main, graph="off")
     return Job(support, replace(run, rank=main, alone=False), beside)
 
