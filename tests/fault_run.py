@@ -20,6 +20,7 @@ impatient     after SIGTERM a rank may stand still for one second
 dies@R@P      rank R is killed when it comes to P: groups (before it makes any), mesh (before those of its axes), start
 patient       torch waits a day for other ranks, so that train.hang_seconds alone ends a rank that waits
 nodes@N       the ranks play N nodes, which communicate by sockets (tests/nodes.py)
+says_port     a rank prints the port of torchrun's store
 late@P        rank 0 serves the store on port P, as where srun starts ranks, and rank 1 is late at the gate after step 3
 """
 
@@ -83,19 +84,11 @@ PATIENCE = 600.0  # seconds that a test waits for what must come, on a machine w
 class Run:
     """A run in the background: so many ranks under torchrun, or one plain process (None).
 
-    fresh: its processes are new Pythons, whose variables /proc shows, and not forks of one that has imported torch.
     `wait_for` and `end` fail when their patience ends, and at the end no process is left.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        fault: str,
-        *argv: str,
-        ranks: int | None,
-        on_gpus: bool = False,
-        restarts: int = 0,
-        fresh: bool = False,
+        self, folder: Path, fault: str, *argv: str, ranks: int | None, on_gpus: bool = False, restarts: int = 0
     ):
         self.folder, self.output, self.ranks = folder / "log", folder / "output", ranks
         torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {ranks} --max-restarts {restarts}".split()
@@ -103,7 +96,7 @@ class Run:
         words += [f"data.cache_dir={folder / 'cache'}", f"log.dir={self.folder}", *argv]
         hidden = {} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""}
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH, **hidden}
-        if on_gpus or fresh:
+        if on_gpus:
             with open(self.output, "w") as output:
                 self.process = subprocess.Popen(
                     [sys.executable, *words],
@@ -366,6 +359,10 @@ def patient():
     pretrain.timedelta = lambda seconds: timedelta(days=1)
 
 
+def says_port():
+    print(f"port {os.environ['MASTER_PORT']}", flush=True)
+
+
 def late(port):
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": port}
     should_stop = stop.Stop.should_stop
@@ -398,6 +395,7 @@ def main(planted, *argv):
         disk,
         speaks,
         impatient,
+        says_port,
         late,
         nodes,
     )

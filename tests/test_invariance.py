@@ -31,16 +31,19 @@ def twin(base: dict, *changes: dict) -> tuple:
     return _twins[name]
 
 
-TINY, SMALL = ({"model": {"num_layers": n}, "train": {"global_batch_size": 4}} for n in (2, 4))  # of LARGE's work
-LARGE = {"model": {"num_layers": 8}, "train": {"global_batch_size": 8}}
+def size(layers: int, samples: int) -> dict:
+    return {"model": {"num_layers": layers}, "train": {"global_batch_size": samples}}
+
+
+TINY, SMALL = size(2, 4), size(4, 4)
 
 
 def size_for(world: int, p: ParallelConfig) -> dict:
-    """The smallest model and batch, unless there are more stages or data-parallel ranks than it has layers or samples,
-    or the stages are uneven. With four stages the larger batch gives the pipeline a steady state."""
-    if p.pp * p.vp > 4 or p.pp == 4 or world // (p.tp * p.pp * p.cp) > 4 or p.layers_per_stage:
-        return LARGE
-    return SMALL if p.pp * p.vp > 2 else TINY
+    """The smallest model and batch: a layer for each chunk and a sample for each data rank, but two layers, and of one
+    data rank three samples, the first, the last and one between. A pipeline has a steady state."""
+    layers, dp = sum(p.layers_per_stage or ()) or max(2, p.pp * p.vp), world // (p.tp * p.pp * p.cp)
+    large = layers > 4 or p.pp == 4 or dp > 4
+    return size(layers, 8 if large else 3 if dp == p.pp == 1 else 4)
 
 
 def assert_equals_one_process(ranks, world: int, base: dict, change: dict, *layout: dict, run=train_steps) -> None:
@@ -348,10 +351,11 @@ HALF = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 def test_half_precision_is_as_near_to_float32_in_every_layout(ranks, base, world, layout, dtype):
     """The distance to the float32 gradients is at most 1.5 times that of one process in the same format: chance."""
     half = {"precision": {"dtype": dtype}}
-    (_, exact), (_, single) = twin(base, SMALL), twin(base, SMALL, half)
+    size = size_for(world, config(base, axes(layout)).parallel)
+    (_, exact), (_, single) = twin(base, size, NONE), twin(base, size, half)
     allowed = mean_error({name: (grad, None) for name, grad in single.items()}, exact)
     assert HALF[dtype] < allowed < 0.1, "the comparison would prove nothing"
-    for _, parts in ranks(world, train_steps, config(base, SMALL, half, axes(layout)), timeout=600):
+    for _, parts in ranks(world, train_steps, config(base, size, half, axes(layout)), timeout=600):
         assert mean_error(parts, exact) <= 1.5 * allowed
 
 
@@ -372,13 +376,14 @@ def mean_error(parts: dict, whole: dict) -> float:
 def test_gradients_in_bf16_are_off_by_the_rounding_of_their_sums_in_every_layout(ranks, base, world, layout):
     """Of a model in float32, which no run has, so that nothing else is rounded: against one process' float32 sums.
 
-    A sum is rounded after each microbatch, and sums over ranks are float32: four samples on one rank or on several, and
-    two uses of a tied weight, so at most eight times. Each rounds by 2^-9 at most, 2^-10 on average, of a sum that may
-    be somewhat larger than the last one: 6 * 2^-8 is allowed. Losses follow within 1e-3.
+    A sum is rounded after each microbatch, and sums over ranks are float32: up to four samples on one rank or several,
+    and two uses of a tied weight, so at most eight times. Each rounds by 2^-9 at most, 2^-10 on average, of a sum that
+    may be somewhat larger than the last one: 6 * 2^-8 is allowed. Losses follow within 1e-3.
     """
     grads = {"optimizer": {"grad_dtype": "bf16"}}
-    figures, exact = twin(base, SMALL)
-    for steps, parts in ranks(world, train_steps, config(base, SMALL, grads, axes(layout)), timeout=600):
+    size = size_for(world, config(base, axes(layout)).parallel)
+    figures, exact = twin(base, size, NONE)
+    for steps, parts in ranks(world, train_steps, config(base, size, grads, axes(layout)), timeout=600):
         for name, (grad, how) in parts.items():
             assert grad.dtype == torch.float32 or layout in ("pp=1", "tp=2")  # with one data rank
             expected = part_of(exact[name], how)

@@ -154,7 +154,7 @@ def test_a_replayed_step_keeps_its_own_documents_apart(ranks, world, base, chang
 
 def steps_are_the_same(ranks, world, base, change, layout):
     steps = {section: values | change.get(section, {}) for section, values in STEPS.items()}
-    layers = {"model": {"num_layers": 4 if "pp" in layout else 2}}
+    layers = {"model": {"num_layers": 4 if "vp" in layout else 2}}
     same(ranks, world, config(base, layers, change, axes(layout), steps), graph.MOST_NODES)
 
 
@@ -174,7 +174,8 @@ def steps_are_the_same(ranks, world, base, change, layout):
 )
 def test_a_step_in_several_graphs_is_a_step(ranks, world, batch, layout, most_nodes, graphs):
     batches = {"train": {"micro_batch_size": 1, "global_batch_size": batch, "steps": 5}}
-    cfg = config(GPT3, DROPOUT, {"model": {"num_layers": 4}}, axes(layout), batches)
+    layers = {"model": {"num_layers": 4 if "pp" in layout else 2}}
+    cfg = config(GPT3, DROPOUT, layers, axes(layout), batches)
     assert same(ranks, world, cfg, most_nodes) == [graphs] * world
 
 
@@ -187,7 +188,7 @@ def test_steps_of_another_size_are_recorded_anew(ranks, world, change, layout):
     """Steps 1 to 4 have 2 samples, 5 to 8 have 3, or 4: of each two are eager, and two replayed."""
     size = 4 if world > 1 else 3
     sizes = {"global_batch_size": size, "batch_schedule": ((0, 2), (8, size)), "steps": 8}
-    cfg = config(GPT3, change, {"model": {"num_layers": 4}, "train": sizes}, axes(layout))
+    cfg = config(GPT3, change, {"model": {"num_layers": 4 if layout else 2}, "train": sizes}, axes(layout))
     assert same(ranks, world, cfg, graph.MOST_NODES) == [1 if world > 1 else 3] * world
 
 

@@ -33,14 +33,14 @@ from minitron.train import build
 from test_data_gpt import plain_samples
 
 # The twin is in float64 but for what transformers casts (RMSNorm, rotary angles, softmax); float32's rounding step is
-# 6e-8, and a gradient has passed three blocks and back.
+# 6e-8, and a gradient has passed two blocks and back.
 TOLERANCE = 1e-5
 SEQ_LEN, BATCH, MICRO, STEPS, SEED = 32, 8, 2, 20, 1234
 
 LLAMA = dict(
     hidden_size=32,
     intermediate_size=48,
-    num_hidden_layers=3,
+    num_hidden_layers=2,
     num_attention_heads=4,
     num_key_value_heads=2,
     vocab_size=96,
@@ -56,15 +56,14 @@ SCALED = {
     "original_max_position_embeddings": 16,
 }
 GPT = dict(
-    n_embd=32, n_layer=3, n_head=4, vocab_size=96, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    n_embd=32, n_layer=2, n_head=4, vocab_size=96, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
 )
-SMALL_QWEN3 = {"num_hidden_layers": 2, "head_dim": 12}
 MODELS = {
     "llama": lambda: transformers.LlamaConfig(**LLAMA, rope_theta=500.0, rope_scaling=SCALED),
     "llama tied": lambda: transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True),
     "mistral": lambda: transformers.MistralConfig(**LLAMA, sliding_window=None),
     "qwen 2.5": lambda: transformers.Qwen2Config(**LLAMA, rope_theta=500.0),
-    "qwen 3": lambda: transformers.Qwen3Config(**LLAMA | SMALL_QWEN3, tie_word_embeddings=True),
+    "qwen 3": lambda: transformers.Qwen3Config(**LLAMA, head_dim=12, tie_word_embeddings=True),
     "gpt": lambda: transformers.GPT2Config(**GPT),
     "llama padded": lambda: transformers.LlamaConfig(**LLAMA | {"vocab_size": 1003}),
     "gpt padded": lambda: transformers.GPT2Config(**GPT | {"vocab_size": 1003}),

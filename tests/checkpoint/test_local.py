@@ -28,7 +28,7 @@ from test_checkpoint import FP8, LONG, mesh_of, saving, train, whole
 from test_checkpoint_format import reindex
 
 WORLD = 4
-SHORT = config(LLAMA, LONG, {"model": {"num_layers": 3}})
+SHORT = config(LLAMA, LONG, {"model": {"num_layers": 3}, "train": {"global_batch_size": 2}})
 TENSOR_AND_DATA = config(SHORT, {"parallel": {"tp": 2}})
 FIRST = 7  # steps before the fault: shared saves of 1 and 4, local ones of 6 and 7
 
@@ -117,7 +117,7 @@ def test_a_start_prefers_the_newest_local_save(ranks, begun, uninterrupted):
 
 def test_each_node_has_the_histories_of_its_stages(ranks, tmp_path):
     """The data ranks of a stage are on both nodes, and have the same FP8 histories."""
-    cfg = config(LLAMA, LONG, FP8, {"model": {"num_layers": 2}, "parallel": {"tp": 2}})
+    cfg = config(SHORT, FP8, {"model": {"num_layers": 2}, "parallel": {"tp": 2}})
     expected = ranks(WORLD, whole, cfg, 10)[0]
     ranks(WORLD, leg, cfg, tmp_path, 2, FIRST)
     results = goes_on(ranks, tmp_path, cfg)

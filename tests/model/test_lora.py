@@ -194,8 +194,8 @@ def test_dropout_and_recomputation(assert_layout, base, targets, world, layout, 
 def test_fp8_is_as_near_to_float32_in_every_layout(ranks, world, layout, recompute):
     """The distance to the float32 gradients is at most 1.5 times that of one process in FP8: chance."""
     model = {"hidden_size": 64, "ffn_hidden_size": 64, "num_heads": 4, "num_kv_heads": 4, "init_std": 0.05}
-    change = lora(*ALL, dropout=0.1)
-    change["model"] |= model
+    change = lora(*ALL, dropout=0.1) | {"train": {"global_batch_size": 4}}
+    change["model"] |= model | {"num_layers": 2}
     fp8 = {"precision": {"dtype": "bf16", "fp8": "delayed", "fp8_backend": "torch"}, "train": {"recompute": recompute}}
     (expected, exact), (_, single) = (train_adapters(config(LLAMA, change, more)) for more in ({}, fp8))
     exact = {name: whole for name, (whole, _) in exact.items()}

@@ -22,7 +22,7 @@ from minitron.optim.replicas import Replicas
 from minitron.testing import assert_close_rel, assert_layouts_agree
 from minitron.train import build
 from readmes import ROOT, blocks, program
-from test_invariance import assert_equals_one_process, axes
+from test_invariance import TINY, assert_equals_one_process, axes
 from test_model import TOLERANCE, batch_of, model_of
 from tools import generate as generate_tool
 
@@ -92,7 +92,7 @@ def assert_layout(ranks, examples, monkeypatch):
         monkeypatch.setattr(test_invariance, "_twins", {})
         monkeypatch.setattr(test_invariance, "train_steps", run)  # of the one process
         assert_equals_one_process(ranks, world, LLAMA, change, axes(layout), run=run)
-        return test_invariance.twin(LLAMA, test_invariance.SMALL, change)
+        return test_invariance.twin(LLAMA, TINY, change)
 
     return check
 
@@ -103,13 +103,13 @@ def assert_layout(ranks, examples, monkeypatch):
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_trains_as_one_process_does(assert_layout, name, recompute, world, layout):
     figures, gradients = assert_layout(name, world, layout, {"train": {"recompute": recompute}})
-    plain, _ = train_steps(config(LLAMA, test_invariance.SMALL))
+    plain, _ = train_steps(config(LLAMA, TINY))
     assert abs(figures[0]["loss"] / plain[0]["loss"] - 1) > 1e-4, "the example changes nothing"
     assert all(grad.norm() > 0 for grad in gradients.values())
 
 
 def test_a_norm_of_heads_trains_as_the_built_in_one(examples):
-    cfg = config(LLAMA, test_invariance.SMALL)
+    cfg = config(LLAMA, TINY)
     mine, _ = train_qk_norm(cfg)
     theirs, _ = train_steps(config(cfg, {"model": {"qk_norm": True}}))
     for step, twin in zip(mine, theirs, strict=True):
@@ -135,7 +135,7 @@ def test_a_norm_that_does_not_say_per_head_is_found(assert_layout, examples):
     ],
 )
 def test_a_table_that_does_not_say_whole_sequence_is_refused_in_the_first_step(ranks, examples, world, layout, change):
-    cfg = config(LLAMA, test_invariance.SMALL, change, axes(layout))
+    cfg = config(LLAMA, TINY, change, axes(layout))
     assert ranks(world, compare_positions, cfg) == [None] * world
     path = examples / "positions.py"
     assert path.read_text().count(", whole_sequence=True") == 1
@@ -161,19 +161,14 @@ def train_on_one_token(cfg):
 @pytest.mark.parametrize("vocab_size", [1, 90])
 def test_the_same_token_everywhere_is_no_mistake(ranks, vocab_size, layout):
     world = 2 if layout == "tp=2" else 4
-    cfg = config(
-        LLAMA,
-        test_invariance.SMALL,
-        {"model": {"vocab_size": vocab_size}, "precision": {"dtype": "bf16"}},
-        axes(layout),
-    )
+    cfg = config(LLAMA, TINY, {"model": {"vocab_size": vocab_size}, "precision": {"dtype": "bf16"}}, axes(layout))
     assert ranks(world, train_on_one_token, cfg) == [True] * world
 
 
 def test_a_shard_that_says_whole_sequence_is_found_by_the_comparison_of_replicas(ranks, examples):
     path = examples / "positions.py"
     path.write_text(path.read_text().replace("split(rows, self.context.axis)", "rows.chunk(2)[self.context.axis.rank]"))
-    errors = ranks(2, compare_positions, config(LLAMA, test_invariance.SMALL, axes("tp=2")))
+    errors = ranks(2, compare_positions, config(LLAMA, TINY, axes("tp=2")))
     assert all(kind == "ReplicasDiffer" and "embedding.table" in text for kind, text in errors)
 
 

@@ -336,10 +336,9 @@ def test_a_stranger_at_the_store_of_a_run_does_not_stop_it(tmp_path, monkeypatch
     """It writes the key of the gate to torchrun's store. The run names the key and goes on until it gets a signal."""
     monkeypatch.setenv("MINITRON_SECRET", secret := "b7c1e0")
     saved = f"checkpoint.dir={tmp_path / 'saved'}"
-    with Run(tmp_path, "none", "parallel.tp=2", saved, ranks=2, fresh=True) as run:
+    with Run(tmp_path, "says_port", "parallel.tp=2", saved, ranks=2) as run:
         worker = run.training().workers()[0]
-        environ = Path(f"/proc/{worker}/environ").read_text().split("\0")
-        port = next(int(x.partition("=")[2]) for x in environ if x.startswith("MASTER_PORT="))
+        port = int(re.search(r"port (\d+)", run.output.read_text())[1])
         stranger = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         keys = [f"{prefix}start-1/{middle}gate" for prefix in ("", "/") for middle in ("", "0//", "default_pg/0//")]
         for key in keys:
