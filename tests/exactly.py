@@ -119,8 +119,8 @@ def train(cfg: Config, moved: bool = False) -> tuple[list[dict], dict, dict]:
         if replays:
             patches.enter_context(mock.patch.object(graph, "WARM_UP", 1))
             patches.enter_context(mock.patch.multiple(attention, FLASH_CPU=PACKS, REFERENCE=PLAIN_PACKS))
-        patches.callback(torch.use_deterministic_algorithms, False)
-        torch.use_deterministic_algorithms(cfg.train.deterministic)
+        patches.callback(torch.set_deterministic_debug_mode, "default")
+        torch.set_deterministic_debug_mode("error" if cfg.train.deterministic else "default")  # as minitron.pretrain
         trainer, figures, batch = build(cfg, mesh_of(cfg)), [], cfg.train.global_batch_size
         if moved:
             move(trainer)

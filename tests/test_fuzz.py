@@ -20,6 +20,7 @@ import pytest
 from safetensors.torch import save_file
 from torch import zeros
 
+import warm
 from minitron.checkpoint import format as files
 from minitron.config import schema
 
@@ -411,14 +412,7 @@ def with_value(tree: Any, path: tuple, text: str) -> str:
 
 def checkpoint(folder: Path) -> tuple[Path, dict]:
     """A small checkpoint that a run resumes, and its index."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [sys.executable, "-m", "minitron.pretrain", *SMALL, f"checkpoint.dir={folder}"],
-        check=True,
-        env=env,
-        stdout=subprocess.DEVNULL,
-        cwd=ROOT,
-    )
+    warm.run("-m", "minitron.pretrain", *SMALL, f"checkpoint.dir={folder}", cwd=ROOT)
     [step] = folder.glob("step_*")
     index = json.loads((step / "index.json").read_text())
     del index["checksum"]
