@@ -48,6 +48,7 @@ LEVELS = {"precision": {"dtype": "bf16"}, "optimizer": {"grad_dtype": "bf16"}}  
 FP8 = {
     "precision": {"dtype": "bf16", "fp8": "delayed", "fp8_backend": "torch"},
     "model": {"num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 64, "num_heads": 4, "num_kv_heads": 4},
+    "train": {"global_batch_size": 2},
 }
 
 
@@ -342,19 +343,19 @@ def test_the_save_is_of_its_moment_and_waits_for_none(tmp_path, monkeypatch, cha
     trainer, _ = start_trainer(cfg)
     train(trainer, 0, 2)
     save(trainer, saving(cfg, tmp_path / "then"), 2)
-    gate, cfg = threading.Event(), saving(cfg, tmp_path / "late")
+    gate, cfg, samples = threading.Event(), saving(cfg, tmp_path / "late"), cfg.train.global_batch_size
     monkeypatch.setattr("minitron.checkpoint.save.copy_beside", copy)
     with Log(cfg, 0, 1) as log:
         saves = Checkpointer(cfg, trainer.state, {}, log)
         saves.thread.submit(gate.wait)
-        saves.save(2, 8)
+        saves.save(2, 2 * samples)
         figures = train(trainer, 2, 4)
         assert not list(tmp_path.glob("late/step_*"))
         gate.set()
         saves.wait()
-        saves.save(2, 8)  # once is enough
+        saves.save(2, 2 * samples)  # once is enough
         assert saves.running is None
-        saves.save(4, 16)  # the last one: no update waits for it
+        saves.save(4, 4 * samples)  # the last one: no update waits for it
         saves.wait()
     assert_same(contents(tmp_path / "late" / "step_00000002"), contents(tmp_path / "then"))
     save(trainer, saving(cfg, tmp_path / "end"), 4)

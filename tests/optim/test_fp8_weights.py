@@ -26,7 +26,7 @@ from test_invariance import axes
 E4M3 = torch.float8_e4m3fn
 SIZES = {
     "model": {"num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 128, "num_kv_heads": 8, "max_positions": 64},
-    "train": {"seq_len": 64, "steps": 4, "global_batch_size": 4},
+    "train": {"seq_len": 64, "steps": 4, "global_batch_size": 2},
 }
 TINY = {"model": {"hidden_size": 16, "ffn_hidden_size": 16, "num_heads": 1, "num_kv_heads": 1, "num_layers": 2}}
 recipes = pytest.mark.parametrize("recipe", ["delayed", "current"])
@@ -168,7 +168,11 @@ def test_a_skipped_update_leaves_the_weights_and_moves_the_scales(ranks, recipe,
 
 @recipes
 def test_blocks_in_bf16_and_recomputation_and_bf16_gradients(ranks, recipe):
-    more = {"train": {"recompute": "full"}, "optimizer": {"grad_dtype": "bf16"}, "model": {"num_layers": 4}}
+    more = {
+        "train": {"recompute": "full", "global_batch_size": 4},
+        "optimizer": {"grad_dtype": "bf16"},
+        "model": {"num_layers": 4},
+    }
     cfg, other = (config(LLAMA, SIZES, fp8(recipe, kept, fp8_bf16_layers=1), more) for kept in (True, False))
     assert_the_same_run(ranks, 2, cfg, other)
 
