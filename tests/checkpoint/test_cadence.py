@@ -169,10 +169,10 @@ def test_losses_do_not_know_of_saves(tmp_path):
         "auto": ["checkpoint.every=auto", "checkpoint.mtbf_hours=0.001"],
     }.items():
         place = [f"checkpoint.dir={tmp_path / name / 'saves'}"] if words else []
-        pretrain.main([*TINY, "train.steps=40", f"log.dir={tmp_path / name}", *place, *words])
+        pretrain.main([*TINY, "train.steps=24", f"log.dir={tmp_path / name}", *place, *words])
         found[name] = steps_of(tmp_path / name)
     assert found["none"][0] == found["number"][0] == found["auto"][0] and found["none"][1] == []
-    assert found["auto"][1][:2] == [FIRST_STEPS, 2 * FIRST_STEPS] and found["auto"][1][-1] == 40
+    assert found["auto"][1][:2] == [FIRST_STEPS, 2 * FIRST_STEPS] and found["auto"][1][-1] == 24
     assert "checkpoint.every=auto: every " in (tmp_path / "auto" / "rank-0.log").read_text()
 
 

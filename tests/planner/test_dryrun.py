@@ -468,6 +468,7 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly():
         "--dry-run",
         "--world",
         "2",
+        "model.num_layers=2",
         "train.global_batch_size=512",
         "parallel.pp=2",
         "--json",
@@ -516,7 +517,7 @@ def test_the_report_says_that_each_rank_is_a_node(between):
 def test_the_fullest_rank_is_among_the_default_ones(capsys):
     """Of stages written by hand as 405B's, but fewer, it is neither the first nor the last one."""
     job = [str(ROOT / "configs/llama31_405b.yaml"), "train.global_batch_size=1024", "parallel.vp=1"]
-    job += ["model.num_layers=30", "parallel.pp=4", "parallel.layers_per_stage=[7,8,8,7]", "--world=128", "--dry-run"]
+    job += ["model.num_layers=6", "parallel.pp=4", "parallel.layers_per_stage=[1,2,2,1]", "--world=128", "--dry-run"]
     options, rest = dryrun.split(job)
     fullest, _ = Memory(cli.load(rest), 128, gpus_per_node=1).peak()
     assert fullest == 1
