@@ -12,6 +12,7 @@ source launch/venv.sh
 use_venv plot,test
 [ -x "$VENV/bin/helm" ] || PYTHON=$(find_python) bash tests/get_helm.sh "$VENV/bin" ||
     echo "No helm to be had; tests/launch/test_helm.py will be skipped"
+unset PYTHONDONTWRITEBYTECODE # images set it; some hundred processes would compile the package, each for itself
 export OMP_NUM_THREADS=1 # the tests' ranks are processes: with more threads they would fight for the cores
 "$python" -m ruff check --quiet
 "$python" -m ruff format --check --quiet

@@ -342,10 +342,11 @@ def test_many_buckets(ranks, world, layout):
 HALF = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 
 
+EIGHT = pytest.param(8, "tp=2 pp=2 vp=2 cp=2", marks=pytest.mark.slow)  # in float32 it is in the ordinary run
+
+
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize(
-    "world,layout", [(1, "pp=1"), (2, "tp=2"), (2, "cp=2"), (4, "pp=2 vp=2"), (8, "tp=2 pp=2 vp=2 cp=2")]
-)
+@pytest.mark.parametrize("world,layout", [(1, "pp=1"), (2, "tp=2"), (2, "cp=2"), (4, "pp=2 vp=2"), EIGHT])
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("base", [LLAMA, GPT3], ids=["llama", "gpt"])
 def test_half_precision_is_as_near_to_float32_in_every_layout(ranks, base, world, layout, dtype):
@@ -369,9 +370,7 @@ def mean_error(parts: dict, whole: dict) -> float:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    "world,layout", [(1, "pp=1"), (2, ""), (2, "tp=2"), (4, "pp=2 vp=2"), (8, "tp=2 pp=2 vp=2 cp=2")]
-)
+@pytest.mark.parametrize("world,layout", [(1, "pp=1"), (2, ""), (2, "tp=2"), (4, "pp=2 vp=2"), EIGHT])
 @pytest.mark.parametrize("base", [LLAMA, GPT3], ids=["llama", "gpt"])
 def test_gradients_in_bf16_are_off_by_the_rounding_of_their_sums_in_every_layout(ranks, base, world, layout):
     """Of a model in float32, which no run has, so that nothing else is rounded: against one process' float32 sums.
@@ -412,12 +411,12 @@ def test_fp16_overflow_skips_the_step_and_lowers_the_scale(ranks, world, layout)
         "precision": {"dtype": "fp16", "loss_scale": 2.0**24, "loss_scale_hysteresis": 1},
         "train": {"steps": 12},
     }
-    figures = ranks(world, train_steps, config(LLAMA, TINY, axes(layout), overflowing))[0][0][:-1]
+    figures = ranks(world, train_steps, config(LLAMA, size(2, 2), axes(layout), overflowing))[0][0][:-1]
     skipped = [f["skipped"] for f in figures]
     first = skipped.index(0)
     assert first >= 2 and sum(skipped) < 10
     assert [f["loss_scale"] for f in figures] == [2.0 ** (24 - sum(skipped[: i + 1])) for i in range(12)]
-    untrained, _ = twin(LLAMA, TINY, {"optimizer": {"lr": 0.0}, "train": {"steps": 12}})
+    untrained, _ = twin(LLAMA, size(2, 2), {"optimizer": {"lr": 0.0}, "train": {"steps": 12}})
     losses = [(f["loss"], u["loss"]) for f, u in zip(figures, untrained)]
     for mine, expected in losses[: first + 1]:
         assert mine == pytest.approx(expected, rel=2e-3)  # fp16 against float32

@@ -166,7 +166,7 @@ def steps_are_the_same(ranks, world, base, change, layout):
         (1, 2, "", 1, 2),
         (1, 3, "", 1, 3),
         (1, 7, "", 1, 3),  # the second one runs for five microbatches
-        (2, 7, "tp=2", 1, 3),
+        (2, 4, "tp=2", 1, 3),
         (2, 4, "pp=2 vp=2", 1e9, 1),
         (2, 4, "pp=2 schedule=zb-h1", 900, 3),  # the first ends between the halves of a backward
         (2, 4, "pp=2 vp=2", 800, 3),  # 4 * 150 * 4 kernels in some 30 actions: 10 of these in a graph

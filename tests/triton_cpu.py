@@ -2,24 +2,22 @@
 
 import importlib.util
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parent
+import warm
+
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, which is for Linux")
 
 
 def run_interpreted(file: str) -> None:
     """Run a test file as a script in a process whose Triton kernels are interpreted.
 
-    Triton reads TRITON_INTERPRET when a kernel is defined, so the variable must be set before the first import.
+    Triton reads TRITON_INTERPRET when a kernel is defined, so the variable must be set before the first import. What
+    has imported torch for the tests has not imported Triton.
     """
-    path = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, file], env=environment, capture_output=True, text=True, timeout=1800)
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = warm.run(file, env=environment, timeout=1800.0)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
