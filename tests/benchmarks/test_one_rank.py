@@ -372,6 +372,7 @@ def fake_measurements(monkeypatch, tmp_path, **times):
 @pytest.mark.parametrize("count", [1, 2])
 def test_missing_rows_are_run_until_the_time_is_over_and_shown(tmp_path, monkeypatch, capsys, count):
     monkeypatch.setattr(recipes, "RECIPES", recipes.RECIPES[:1])
+    monkeypatch.setattr(recipes, "FASTEST", ())
     begun, results = fake_measurements(monkeypatch, tmp_path), tmp_path / "results.jsonl"
     call = ["--results", str(results), "--commit", "abc", "--workers", str(count)]
     missing = [*call, "--missing", "--seconds", "1000"]
@@ -430,6 +431,7 @@ def test_an_earlier_row_stands_in_only_for_the_same_rank_of_the_same_job_on_the_
 
 def test_rows_of_another_gpu_are_missing_here_and_have_a_table_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setattr(recipes, "RECIPES", [("llama3_8b", 8, "ndr400", ((),))])  # in bf16
+    monkeypatch.setattr(recipes, "FASTEST", ())
     row = {"dtype": "bf16", "fp8": "none", "replayed": True, "microbatches": 4, "layers": 16, "step_seconds": 1.0}
     row["gradients"] = recipes.configuration("llama3_8b", ()).optimizer.accumulates_in
     row |= dict.fromkeys(("busy_seconds", "host_seconds", "nodes"), None) | {"device_gib": 70.0}
@@ -461,6 +463,7 @@ def test_a_recipe_whose_gradients_change_format_is_measured_again(monkeypatch):
 
 def test_a_measurement_that_hangs_is_ended_and_the_others_go_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(recipes, "RECIPES", [(*recipes.RECIPES[0][:3], ((),))])
+    monkeypatch.setattr(recipes, "FASTEST", ())
     monkeypatch.setattr(recipes, "MOST_SECONDS", 3)
     begun = fake_measurements(monkeypatch, tmp_path)
     (tmp_path / "hangs 0 on").touch()
