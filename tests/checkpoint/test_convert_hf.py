@@ -182,6 +182,16 @@ def test_logits_equal_transformers_and_weights_come_back_bit_by_bit(name, folder
     assert again.config.architectures == [type(twin).__name__] and again.config.eos_token_id == twin.config.eos_token_id
 
 
+def test_files_are_as_full_as_their_limit_allows():
+    for items, groups in {
+        (): [],
+        (3, 4, 3, 5, 5, 1): [[3, 4, 3], [5, 5], [1]],
+        (4, 7, 12, 3, 7, 1, 9): [[4], [7], [12], [3, 7], [1, 9]],
+        (12, 12): [[12], [12]],
+    }.items():
+        assert list(import_weights.in_files(items, lambda item: item, 10)) == groups
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_sixteen_bit_weights_stay_as_they_are_or_become_what_is_asked_for(name, folders, tmp_path):
     source = folders(name, torch.bfloat16)

@@ -346,6 +346,7 @@ def turns(*roles, content="x"):
         ({"prompt": "a", "completion": "\ud800"}, "has an escape of half a character"),
         ({"prompt": "\udfff", "completion": "a"}, "has an escape of half a character"),
         (turns("user", "assistant", content="\ud83d"), "has an escape of half a character"),
+        ('{"prompt": "a", "completion": "\\uD83D"}', "has an escape of half a character"),
         ({"prompt": "a", "completion": " \n"}, "has an empty completion; fill it in, or drop the row"),
         ({"messages": []}, "has messages that are not a list of objects with the texts role and content"),
         ({"messages": {"role": "user"}}, "has messages that are not a list"),

@@ -441,6 +441,16 @@ def test_the_same_signal_again_ends_at_once_unless_it_is_an_echo(stop, capsys, m
     assert "got SIGTERM a second time: ends without saving in step 0, start" in capsys.readouterr().err
 
 
+def test_seconds_count_from_the_first_signal_of_the_same_kind(stop, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(stop_module, "monotonic", lambda: now)
+    echo = stop_module.REPEAT_SECONDS
+    for number, now in ("USR1", 0.0), ("USR1", echo), ("TERM", 9.0), ("TERM", 9.0 + echo), ("TERM", 9.1 + echo):
+        assert not stop.ends, now
+        stop._on_signal(signal.Signals[f"SIG{number}"])
+    assert stop.ends == [128 + signal.SIGTERM]
+
+
 @pytest.mark.parametrize("torchrun, times", [(False, 2), (True, 3)])
 def test_ctrl_c_twice_ends_at_once(stop, capsys, torchrun, times):
     """Under torchrun the second comes from there."""

@@ -58,8 +58,10 @@ def test_a_signal_waits_for_the_ranks_and_reaches_them_once(wired):
     assert not sent[3:] and not node.done
     node.start([{"RANK": "0"}])
     assert node.running and (node.ended, node.said) == ({}, {})
+    node.signal(signal.SIGTERM)
+    assert not sent[3:]  # the group of the round before has ended
     node.hears({"group": 8})
-    assert sent[3:] == [(8, signal.SIGUSR1)]
+    assert sent[3:] == [(8, signal.SIGUSR1), (8, signal.SIGTERM)]
 
 
 def test_ranks_are_killed_with_their_agent_and_without_it(wired):
