@@ -400,7 +400,7 @@ def test_a_node_shares_memory():
 def test_a_recorded_step_needs_more_for_its_kernels_and_its_pool():
     """As measured on single ranks, within 0.2 GiB; with one stage three graphs do for all."""
     measured = recorded_and_eager()
-    assert len(measured) == 5
+    assert len(measured) >= 5
     for (name, keys, world, rank, fp8, microbatches), more_gib in measured.items():
         cfg = cli.load([str(ROOT / "configs" / f"{name}.yaml"), *keys, f"precision.fp8={fp8}", "train.eval_every=0"])
         batch = microbatches * cfg.dp(world) * cfg.train.micro_batch_size
