@@ -129,6 +129,22 @@ def test_training_schedules_keep_their_promises(layout, backward, more_layers):
     check_layers(stage_layers(pp * vp + more_layers, pp, vp), pp * vp + more_layers, pp)
 
 
+@pytest.mark.parametrize("pp, vp, kind", [(2, 2, "1f1b"), (3, 2, "1f1b"), (2, 3, "1f1b"), (3, 1, "zb-h1")])
+def test_a_chunk_s_activations_count_once_for_each_layer_of_its_stage(pp, vp, kind):
+    """They live from a forward to the end of its whole backward. No two sets of stages have as many layers."""
+    schedule, layers = make(pp, vp, 2 * pp, kind), [2**stage for stage in range(pp * vp)]
+    found = peak_activations(schedule, layers)
+    for rank, actions in enumerate(schedule.ranks):
+        alive, most = [], 0
+        for op in actions:
+            if type(op) is Forward:
+                alive.append((op.mb, op.chunk))
+                most = max(most, sum(layers[chunk * pp + rank] for _, chunk in alive))
+            elif type(op) in (Backward, BackwardWeight):
+                alive.remove((op.mb, op.chunk))
+        assert found[rank] == most and not alive
+
+
 def check_layers(ranges, num_layers, pp):
     """Every layer once; stages and ranks differ by one layer at most; the last stage has no more than any other."""
     assert [layer for layers in ranges for layer in layers] == list(range(num_layers))

@@ -275,6 +275,14 @@ def test_a_configuration_is_checked_first():
         dry_run(settings(LLAMA, parallel=dict(tp=3)), 3)
 
 
+def test_the_step_is_one_in_which_numerics_are_read():
+    never, third = (
+        dry_run(settings(LLAMA, model=dict(num_layers=1), log=dict(dir="unused", numerics_every=number)), 2).collectives
+        for number in (0, 3)
+    )
+    assert len(third) > len(never)
+
+
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 

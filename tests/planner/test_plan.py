@@ -114,6 +114,8 @@ def test_failures_make_days_longer(capsys):
 )
 def test_no_layout_changes_what_is_saved(keys):
     assert state_bytes(cli.load([*KEYS, *keys])) == state_bytes(cli.load(LLAMA)) == 12 * 8_030_261_248
+    adapters = ["finetune.kind=lora", "lora.rank=8", "lora.targets=[q,down]"]
+    assert state_bytes(cli.load([*KEYS, *keys, *adapters])) == 12 * 32 * 8 * (4096 + 4096 + 14336 + 4096)
 
 
 def test_jobs_of_other_sizes_fail_in_proportion_to_their_gpus(capsys):

@@ -366,15 +366,25 @@ def test_the_queue_of_weight_gradients_holds_this_rank_s_part_of_both_matrices(s
 
 
 def test_the_search_counts_lasting_bytes_for_each_division_of_layers():
-    whole = cli.load([*SMALL, "model.num_layers=4", "parallel.pp=2"])
-    searched = search_module._Search(whole, 2, H100, 1, False, search_module.tqdm(disable=True))
+    """One search and one after another: each has other bytes than those before it."""
+    keys = [*SMALL, "model.num_layers=11"]
+    searched = search_module._Search(cli.load(keys), 8, H100, 1, False, search_module.tqdm(disable=True))
     found = []
-    for layers in [3, 1], [1, 3]:
-        cfg = cli.load([*SMALL, "model.num_layers=4", "parallel.pp=2", f"parallel.layers_per_stage={layers}"])
-        memory = Memory(cfg, 2, gpus_per_node=8)
+    for layout in (
+        "pp=1",
+        "tp=2",
+        "pp=2",
+        "pp=4",
+        "pp=4 vp=2",
+        "pp=4 layers_per_stage=[2,3,3,3]",
+        "pp=4 layers_per_stage=[1,4,3,3]",
+        "tp=2 pp=4",
+    ):
+        cfg = cli.load([*keys, *(f"parallel.{key}" for key in layout.split())])
+        memory = Memory(cfg, 8, gpus_per_node=8)
         found.append(searched.lasting(cfg, memory))
-        assert found[-1] == sum(memory.lasting_parts(0))
-    assert found[0] > found[1]
+        assert found[-1] == sum(memory.lasting_parts(0)), layout
+    assert len(set(found[:4])) == 4 and len(set(found[3:])) == 4  # the middle two of the last have two layers each
 
 
 def test_a_node_shares_memory():

@@ -58,6 +58,7 @@ def test_packed_documents_take_what_flash_attention_takes_for_longer_ones():
     assert block([*packed, "model.attention=flash"], slow)["attention"] == pytest.approx(
         PACKED_KEYS * block(packed, slow)["attention"], rel=0.01
     )
+    assert block(["data.source=sft"], slow)["attention"] == block(packed, slow)["attention"]  # chats are documents
     ring = [*packed, "parallel.cp=2"]
     assert block(ring, slow)["attention"] == block([*ring, "model.attention=flash"], slow)["attention"]
     dropped = [*packed, "model.attention_dropout=0.1"]
@@ -500,17 +501,39 @@ def test_weight_gradients_that_wait_are_of_casts_but_for_adapters(tuned, share):
     assert plain == share * cast > 0
 
 
-@pytest.mark.parametrize("pp", [2, 4])
-def test_both_ends_of_a_pipeline_hold_the_float32_sum_of_a_tied_table_s_copies(pp):
-    """Where gradients are in bf16 and no data rank has a float32 slice of them."""
-    keys = [*SMALL, f"parallel.pp={pp}", "optimizer.accumulate_dtype=bf16"]
+@pytest.mark.parametrize("tuned", [[], LORA])
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_both_ends_of_a_pipeline_hold_the_float32_sum_of_a_tied_table_s_copies(tuned, pp):
+    """Where gradients are in bf16 and no data rank has a float32 slice of them; a frozen table has no gradient."""
+    keys = [*SMALL, *tuned, f"parallel.pp={pp}", "optimizer.accumulate_dtype=bf16"]
     tied, untied = (
         Memory(cli.load([*keys, f"model.tie_embeddings={value}"]), pp, gpus_per_node=8) for value in ("true", "false")
     )
-    m = tied.cfg.model
-    more = [tied.lasting_parts(rank)[1] - untied.lasting_parts(rank)[1] for rank in range(pp)]
-    table = 4 * m.padded_vocab_size * m.hidden_size
-    assert more == [table, *[0] * (pp - 2), table]
+    table = 0 if tuned else tied.cfg.model.padded_vocab_size * tied.cfg.model.hidden_size
+    expected = [-2 * table] if pp == 1 else [4 * table, *[0] * (pp - 2), 4 * table]  # one rank has one copy less
+    assert [tied.lasting_parts(rank)[1] - untied.lasting_parts(rank)[1] for rank in range(pp)] == expected
+
+
+@pytest.mark.parametrize("fp8, read", [("delayed", 4), ("current", 8)])
+@pytest.mark.parametrize("head", [False, True])
+@pytest.mark.parametrize("kept", [False, True])
+def test_an_update_casts_what_every_chunk_has_in_fp8(fp8, read, head, kept):
+    """Chunks of 1 and 4, and of 2 and 1 layers; the first and the last of all are in bf16, and on rank 1 the head.
+
+    A cast of bf16 reads 2 bytes and writes two of one. A weight kept as FP8 bytes has one and a transpose: its master,
+    shared by two data ranks, is read, for the current scale also for its maximum, and one byte is written.
+    """
+    keys = ["parallel.pp=2", "parallel.vp=2", "parallel.layers_per_stage=[1,2,4,1]", "precision.fp8_bf16_layers=1"]
+    keys += [f"precision.fp8={fp8}", f"precision.fp8_head={head}", f"precision.fp8_params={kept}"]
+    step = Step(cli.load([*SMALL, *keys]), 4, IDEAL)
+    h, f, vocabulary = 1024, 4096, 8192
+    matrices = h * (1024 + 2 * 512) + h * h + 3 * h * f
+    for rank, (blocks, table) in enumerate(((4, 0), (2, vocabulary * h * head))):
+        trained = sum(map(step.memory.trained, (rank, rank + 2)))
+        updated, cast = (26 + 2 * 4) * trained / 2, 4 * (blocks * matrices + table)
+        if kept:
+            updated, cast = updated + (read - 1) * blocks * matrices / 2, cast - 2 * blocks * matrices
+        assert step.update_seconds(rank) * 1e12 == pytest.approx(updated + cast)
 
 
 def test_memory_of_buffers_between_gpus_of_a_node():
