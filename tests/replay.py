@@ -38,6 +38,10 @@ class Recording(TorchDispatchMode):
         self.under_way: dict[Handle, Handle] = {}  # of the recording -> of the replay
         self.inside = False  # a collective, which is recorded as one call
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to skip it torch imports its whole compiler, in a second
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         assert func.overloadpacket not in READ_BY_THE_HOST, f"{func} makes the host wait for the device"
