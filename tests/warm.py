@@ -24,6 +24,7 @@ PRELOAD = (
     "pytest",
     "hypothesis",
     "torch.fx.experimental.symbolic_shapes",
+    "torch._dynamo",  # the first full recomputation of a process imports it, in a second
     "torch.distributed.run",
     "minitron.pretrain",
 )
