@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import math
 import signal
+from dataclasses import asdict, fields
 from itertools import accumulate
+from operator import attrgetter
 from pathlib import Path
 from unittest import mock
 
@@ -305,7 +307,45 @@ def test_an_evaluation_is_no_dry_run(capsys):
     assert "--evaluate does not go with --dry-run" in capsys.readouterr().err
 
 
-def test_an_evaluation_needs_no_epochs():
-    """Its configuration passes the rules where a run of epochs does."""
-    run = config(Config(), {"train": {"epochs": 2.0}, "data": {"source": "sft"}, "finetune": {"kind": "sft"}})
-    assert evaluation_only(run).train.epochs is None
+def test_an_evaluation_keeps_of_its_run_what_a_loss_depends_on():
+    """Its configuration records, saves and exports nothing, and passes the rules where a run of epochs does."""
+    run = cli.load([*PHASES, RAMP, SKIP, *RECORDS])
+    run = config(run, {"train": {"epochs": 2.0}, "checkpoint": {"every": 5, "dir": "saves"}})
+    only, changes = evaluation_only(run), {}
+    for section in map(attrgetter("name"), fields(run)):
+        before, after = (asdict(getattr(cfg, section)) for cfg in (run, only))
+        changes |= {f"{section}.{key}": after[key] for key in after if after[key] != before[key]}
+    assert changes == {
+        "train.steps": 1,
+        "train.epochs": None,
+        "train.eval_every": 1,
+        "train.batch_ramp": None,
+        "train.rerun": "off",
+        "train.cuda_graph": "off",
+        "data.skip_samples": (),
+        "checkpoint.every": None,
+        "checkpoint.local_dir": None,
+        "checkpoint.export": "none",
+        "log.dir": None,
+        "log.tensorboard": False,
+        "log.wandb": None,
+        "log.prometheus": None,
+        "log.numerics_every": 0,
+        "profile.kind": "none",
+    }
+    scheduled = config(run, {"train": {"batch_ramp": None, "batch_schedule": ((0, 2), (4, 8))}})
+    assert evaluation_only(scheduled) == only
+
+
+RECORDS = [
+    "train.rerun=on",
+    "train.cuda_graph=on",
+    "checkpoint.local_dir=near",
+    "checkpoint.export=hf",
+    "log.dir=logs",
+    "log.tensorboard=true",
+    "log.wandb=project",
+    "log.prometheus=9000",
+    "log.numerics_every=2",
+    "profile.kind=torch",
+]

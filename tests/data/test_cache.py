@@ -132,7 +132,9 @@ def test_who_waits_looks_with_growing_pauses(tmp_path, monkeypatch):
     assert pauses[-1] == cache_module.LONGEST_PAUSE and len(set(pauses)) > 5
 
 
-@pytest.mark.parametrize("ages, expected", [([], 0), ([0.9], None), ([1.1], 1), ([9, 1.9], None), ([9, 2.1], 2)])
+@pytest.mark.parametrize(
+    "ages, expected", [([], 0), ([0.9], None), ([1.1], 1), ([9, 1.9], None), ([9, 2.1], 2), ([9, 9, 3.9], None)]
+)
 def test_each_further_builder_begins_after_twice_the_time(tmp_path, monkeypatch, ages, expected):
     """Ages of the folders of earlier builders, in units of PATIENCE_SECONDS, and the number of the next one's."""
 

@@ -158,6 +158,9 @@ def test_the_tokenizer_must_be_the_one_that_made_the_data(tmp_path):
     write(tmp_path / "d", sidecar=BYTES | {"tokenizer": "gpt2:somewhere", "fingerprint": "0" * 16})
     with pytest.raises(ValueError, match=r"data\.tokenizer=bytes did not make .*gpt2:somewhere with fingerprint 0000"):
         build(tmp_path, tokenizer="bytes")
+    write(tmp_path / "d", sidecar=BYTES | {"vocab_size": 400})
+    with pytest.raises(ValueError, match="model.vocab_size=300 is smaller than the 400 ids"):
+        build(tmp_path, tokenizer="bytes")
     write(tmp_path / "d", sidecar=BYTES | {"tokenizer": "corpus", "fingerprint": "0" * 16})
     assert build(tmp_path).tokenizer is None  # each Python's corpus has its own tokenizer
     write(tmp_path / "d")  # a foreign dataset says nothing, so any tokenizer is taken at its word

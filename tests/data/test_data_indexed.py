@@ -146,6 +146,11 @@ def test_fingerprint_follows_the_content_not_the_path(tmp_path):
         for name, documents in (("a", DOCUMENTS), ("b", DOCUMENTS), ("c", [[[7, 8, 9]], [[4, 5], [6]], [], [[2]]]))
     )
     assert one == same != other
+    # the same bytes as other sequences, or as ids of another format of that size
+    alike = ([[7, 8, 9]], np.uint16), ([[7, 8], [9]], np.uint16), ([[7, 8, 9]], np.int16)
+    files = [write(tmp_path / f"alike {i}", [document], dtype) for i, (document, dtype) in enumerate(alike)]
+    assert len({Path(f"{file}.bin").read_bytes() for file in files}) == 1
+    assert len({IndexedDataset(file).fingerprint for file in files}) == 3
     tokens = np.arange(100_000, dtype=np.uint16)  # more than is read of each end
     prints = set()
     for place in None, 0, len(tokens) - 1:
@@ -258,6 +263,8 @@ def test_errors_of_the_writer(tmp_path):
             writer.add_document(np.array([3, 65536]))
         with pytest.raises(ValueError, match="token ids -1 to 3 do not fit"):
             writer.add_document(np.array([3, -1]))
+        with pytest.raises(ValueError, match="token ids -1 to 3 do not fit"):
+            writer.add_document(np.array([3, -1], np.int16))
         with pytest.raises(ValueError, match="a document is a 1-D array"):
             writer.add_document([1, 2, 3])
 

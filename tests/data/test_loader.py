@@ -89,6 +89,22 @@ def test_a_samples_own_mask_is_kept_and_whole_samples_count_in_full():
     assert [b.count for b in apart] == [2.0 + i for i in range(TOTAL)]
 
 
+def test_what_is_counted_of_a_microbatch_is_that_of_all_its_samples():
+    """Squares of documents and padding, which is no document, for the rate of work that is logged."""
+
+    class Padded(MockDataset):
+        def __getitem__(self, i):
+            begin = S - 2 - 3 * (i % TOTAL)
+            return Sample(super().__getitem__(i).tokens, np.array([4, begin], np.int32), None, padding=S - begin)
+
+    keys = {"train": {"micro_batch_size": 2}, "data": {"separate_documents": True}}
+    batches = Loader(Padded(90, S, TOTAL, 0), config(LLAMA, keys), Mesh.offline()).step(0, 0)
+    paddings = [2 + 3 * i for i in range(TOTAL)]
+    assert [b.padding for b in batches] == [sum(paddings[i : i + 2]) for i in range(0, TOTAL, 2)]
+    squares = [4**2 + (S - padding - 4) ** 2 for padding in paddings]
+    assert [b.squared_lengths for b in batches] == [sum(squares[i : i + 2]) for i in range(0, TOTAL, 2)]
+
+
 @pytest.mark.parametrize("s, b", [(1, 1), (7, 1), (7, 3), (8, 2)])
 def test_a_packed_batch_arrives_as_it_was(s, b):
     """Also where an odd number of float32s leaves half a word of the buffer unused."""

@@ -401,6 +401,8 @@ class C:
     def m(self, x="\\n"): "A method."
     class _D:
         def n(self): "Not this."
+
+async def g(): "Said again."
 '''
 
 
@@ -410,7 +412,7 @@ def test_docstrings_are_pairs_of_signature_and_sentence(tmp_path):
         ("p.q.g()", "Also this."),
         ("p.q.C.m(self, x='\\n')", "A method."),
     ]
-    assert list(explained("p/q.py", MODULE.encode())) == expected
+    assert list(explained("p/q.py", MODULE.encode())) == [*expected, ("p.q.g()", "Said again.")]
     assert [s for s, _ in explained("p/__init__.py", MODULE.encode())][1] == "p.g()"
     assert not list(explained("p.py", b"print 'Python 2'")) and not list(explained("p.py", b"\0"))
     (tmp_path / "lib" / "p").mkdir(parents=True)

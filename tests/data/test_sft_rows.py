@@ -304,6 +304,12 @@ def test_long_documents_are_cut_left_out_or_refused(tmp_path):
     assert (
         f"{sum(long)} longer" in left.note and left.info["train"] != datasets(tmp_path, [path], split="1").info["train"]
     )
+    begin = datasets(tmp_path, [path], valid=9, split="1,1").valid.part.start
+    late = write(tmp_path, [row for row, out in zip(lines[begin:], long[begin:]) if not out], "late.jsonl")
+    left = datasets(tmp_path, [path], valid=9, split="1,1", too_long="skip").valid
+    expected = datasets(tmp_path, [short], valid=9, valid_paths=(late,)).valid
+    assert 0 < sum(long[begin:]) == left.cut and len(left) == len(expected) == 9
+    assert [left[i].tokens.tolist() for i in range(9)] == [expected[i].tokens.tolist() for i in range(9)]
     with pytest.raises(ValueError, match="data.too_long=skip") as caught:
         datasets(tmp_path, [path], split="1", too_long="error")
     numbers = [i for i, out in enumerate(long, 1) if out]

@@ -221,6 +221,7 @@ def test_special_pieces_of_sentencepiece_have_any_ids(tmp_path, bos, eos, unk):
     assert ours.special == {"</s>": eos} | ({} if bos < 0 else {"<s>": bos})
     ids = ours.encode("<s>the</s>", special=True)
     assert ids[-1] == eos and (ids[0] == bos) == (bos >= 0) and eos not in ours.encode("<s>the</s>")
+    assert eos not in ours.encode("</s>")
 
 
 @given(text=any_text)

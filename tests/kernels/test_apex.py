@@ -41,7 +41,7 @@ class FakeApex:
     """The two extension modules, and how often each kernel was called."""
 
     def __init__(self):
-        self.products = self.updates = 0
+        self.products = self.updates = self.largest = 0  # the largest: of the tensors of an update
         self.modules = {"amp_C": ModuleType("amp_C"), "fused_weight_gradient_mlp_cuda": ModuleType("wgrad")}
         self.modules["amp_C"].multi_tensor_adam_capturable = self.adam
         self.modules["fused_weight_gradient_mlp_cuda"].wgrad_gemm_accum_fp32 = self.wgrad
@@ -80,6 +80,7 @@ class FakeApex:
             return
         for g, p, m, v in zip(*tensor_lists, strict=True):
             assert all(t.dtype == torch.float32 and t.is_contiguous() and t.shape == g.shape for t in (g, p, m, v))
+            self.largest = max(self.largest, g.numel())
             g.mul_(inv_scale)
             grad = g if mode else g + weight_decay * p
             m.copy_(beta1 * m + (1 - beta1) * grad)
@@ -157,7 +158,7 @@ def test_adamw(apex, monkeypatch, param_dtype, grad_dtype, piece):
         for mine, twin in zip(states[ops], states[plain]):
             for name in ("master", "exp_avg", "exp_avg_sq"):
                 assert_close_rel(getattr(mine, name), getattr(twin, name), 1e-6, name)  # float32's rounding
-    assert reports == [0, 1] * 5 and fake.updates == 10
+    assert reports == [0, 1] * 5 and fake.updates == 10 and fake.largest == min(1000, piece)
 
 
 @pytest.mark.parametrize(

@@ -404,6 +404,13 @@ def test_a_head_beside_blocks_in_bf16_alone_has_its_history():
     assert type(state.gemm(last[0])) is Gemm and state.head_gemm().history.shape == (HISTORY, 3)
 
 
+def test_blocks_in_bf16_are_those_at_the_ends_of_the_model_on_every_stage():
+    cfg = toy("delayed", precision={"fp8_bf16_layers": 2}, model={"num_layers": 8})
+    for blocks in range(3), range(3, 5), range(5, 8):
+        state = Fp8State(cfg, blocks, False, Mesh.offline(), Kernels(fp8=choose_fp8(cfg.precision, CPU)))
+        assert [i for i in blocks if type(state.gemm(i)) is Fp8Gemm] == [i for i in blocks if 2 <= i < 6]
+
+
 def losses_alone(cfg):
     return run(cfg, 4)[0]
 

@@ -68,6 +68,12 @@ def interpreted():
             )
             assert torch.equal(actual == 0, expected == 0)
             assert_close_rel(actual, expected, TOLERANCE[x.dtype])
+    # One sample of two, as a tile of documents is cut: its tokens are as far apart as those of both. And one alone.
+    for b, permuted in (2, True), (1, False):
+        block = [x[-1:] for x in random_block(40, 40, b=b, n=2, g=1, d=16, permuted=permuted)]
+        expected = attend_with_grads(*block, torch.from_numpy(allowed_pairs(40)))
+        for name, actual in run_backend(backend, *block, causal=True).items():
+            assert_close_rel(actual, expected[name], TOLERANCE[torch.float32], f"{name} of one sample of {b}")
     dropout = random_dropout(64, 0.3)
     for name, kept in kept_in_each_product(backend, 64, 64, dropout).items():
         assert torch.equal(kept, dropout.mask(2) != 0), name

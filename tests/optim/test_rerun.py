@@ -81,6 +81,25 @@ def test_a_step_computed_again_is_the_same_in_every_layout(ranks, world, base, c
             assert first == second and first[1] > 0 and differing == []
 
 
+def test_a_weight_that_was_cast_wrongly_is_cast_again():
+    """Else the same wrong result came again, and the data were blamed."""
+    small = {"model": {"num_layers": 1}, "train": {"global_batch_size": 1}}
+    cfg = config(LLAMA, fp8("current"), small)
+    trainer = build(cfg, mesh_of(cfg))
+    compared = Rerun(trainer.runner, trainer.gradients, trainer.fp8, trainer.scaler, None)
+    compared._suspicion = lambda figures: "the loss is high"
+    loader, gemm = Loader(dataset_of(cfg), cfg, trainer.mesh), trainer.fp8.states[0].gemms[0]
+    cast, wrong = gemm._cast, iter([100.0])
+
+    def spoil(x, role, *args):
+        payload = cast(x, role, *args)
+        return payload._replace(rowwise_scale=payload.rowwise_scale * (next(wrong, 1.0) if role == "weight" else 1.0))
+
+    with mock.patch.object(gemm, "_cast", spoil), pytest.raises(WrongResult, match="Suspect the hardware"):
+        compared.forward_backward(loader.step(0, 1))
+    loader.close()
+
+
 def spoiled(cfg, place: int, shared: str = "") -> list[int]:
     """Who is blamed if rank 0 once computes another gradient, in the slice of data rank `place`.
 
