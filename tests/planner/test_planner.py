@@ -651,6 +651,8 @@ def counted_by_hand(cfg, world) -> dict:
         (2, ["precision.fp8=delayed"]),
         (2, ["parallel.tp=2", "precision.fp8=delayed"]),
         (2, ["train.recompute=selective"]),
+        (2, ["parallel.tp=2", "train.recompute=selective"]),
+        (2, [*GPT3, "parallel.tp=2", "model.hidden_dropout=0.1"]),
         (2, ["optimizer.grad_dtype=bf16"]),
         (4, [*GPT3, "parallel.tp=2", "precision.fp8=delayed", "optimizer.grad_dtype=bf16"]),
         (4, ["parallel.tp=2", "precision.fp8=delayed", "precision.fp8_params=true"]),

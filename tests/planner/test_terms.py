@@ -97,6 +97,7 @@ def test_products_by_rate_traffic_and_tiles():
         ([], "minitron", 50),
         ([FP8], "minitron", 50 + 14),
         (["parallel.cp=2"], "minitron", 50 + 25),
+        (["parallel.cp=4"], "minitron", 50 + 25),
         (["parallel.tp=4"], "minitron", 50 + 2 * 44),
         (["parallel.tp=4"], "megatron", 50 + 60),
         (LORA, "minitron", 50 + 2 * 8),
@@ -115,13 +116,14 @@ def test_a_kernel_costs_a_gap(keys, software, kernels):
         assert gaps["pointwise"] - none["pointwise"] == pytest.approx(kernels * share)
 
 
+@pytest.mark.parametrize("tuned, kernels", [([], 50), (LORA, 50 + 2 * 8)])
 @pytest.mark.parametrize("recompute, share", [("none", SHARES[1]), ("selective", SHARES[1]), ("full", sum(SHARES))])
-def test_only_whole_recomputation_launches_the_forward_again(recompute, share):
+def test_only_whole_recomputation_launches_the_forward_again(recompute, share, tuned, kernels):
     machine = with_device(launch_seconds=1.0)
-    cfg = cli.load([*SMALL, "train.cuda_graph=off", f"train.recompute={recompute}"])
+    cfg = cli.load([*SMALL, *tuned, "train.cuda_graph=off", f"train.recompute={recompute}"])
     _, backward = StageTime(cfg, machine).block(False)
     _, busy = StageTime(replace(cfg, train=replace(cfg.train, cuda_graph="auto")), machine).block(False)
-    assert backward["host"] == pytest.approx(50 * share - total(busy))
+    assert backward["host"] == pytest.approx(kernels * share - total(busy))
 
 
 @pytest.mark.parametrize(
@@ -206,21 +208,73 @@ def test_transformer_engine_casts_activations_and_scales_adapters_by_kernels_of_
         return (block(keys, MEGATRON, fp8)["pointwise"] - block(keys, IDEAL, fp8)["pointwise"]) * 1e12
 
     assert more([FP8], True) - more([]) == pytest.approx(2 * 2 * f * t + 2 * 2 * 2 * f * t)
-    adapters = 2 * t * ((2 * h + 3 * h) + (2 * f + 3 * h))  # q of h to h, down of f to h
-    assert more(LORA) - more([]) == pytest.approx(2 * adapters)
+    for tp in (1, 2):  # q of h to h, down of f to h: the one's outputs and the other's inputs are split, the rest rows
+        split, adapters = [f"parallel.tp={tp}"], 2 * t * ((2 * h + 3 * h) + (2 * f + 3 * h)) / tp
+        assert more([*LORA, *split]) - more(split) == pytest.approx(2 * adapters)
 
 
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_adapters_read_and_add_to_what_a_tensor_parallel_rank_has(tp):
+    """q of h to h, down of f to h. Forward x and y, which is written; backward x for dA, dropout and dx, dy twice."""
+    h, f, t, split = 1024, 4096, 2048, ["parallel.tp=" + str(tp), "parallel.overlap_tp=false"]
+    passes = [(h + 2 * h) + (f + 2 * h), (3 * h + 2 * h) + (3 * f + 2 * h)]
+    both = [StageTime(cli.load([*SMALL, *split, *tuned]), IDEAL).block(False) for tuned in ([], LORA)]
+    for plain, tuned, passed in zip(*both, passes):
+        assert (tuned["pointwise"] - plain["pointwise"]) * 1e12 == pytest.approx(2 * t * passed / tp)
+
+
+def test_tensor_parallel_ranks_of_several_nodes_send_no_pieces():
+    far = replace(IDEAL, fabric=replace(IDEAL.fabric, gpus_per_node=2))
+    assert block(["parallel.tp=4"], far) == block(["parallel.tp=4", "parallel.overlap_tp=false"], far) | {
+        part: seconds for part, seconds in block(["parallel.tp=4"], far).items() if part.startswith("tp_")
+    }
+
+
+def test_a_head_in_pieces_reads_the_table_for_each_piece_of_the_gather_or_of_the_head():
+    """Of two pieces of a head and three of a gather, the forward has three anyway, the backward two and not one."""
+    machine, tokens = with_device(unhidden=1), 2048
+    whole, cut = (
+        sum(StageTime(cli.load([*SMALL, "parallel.tp=4", *keys]), machine).head(), start=Counter())["gemm"]
+        for keys in ([], [f"model.head_piece={tokens // 2}"])
+    )
+    assert (cut - whole) * 1e12 == pytest.approx((2 + 2 * 4) * 8192 // 4 * 1024)
+
+
+@pytest.mark.parametrize("style, rate", [("ulysses", 2), ("ring", 1)])
+def test_context_parallel_ranks_that_tensor_parallelism_keeps_apart_share_the_network(style, rate):
+    """Four of every second GPU, two in each node: a ring of all has the cards of both, a message that of one."""
+    fabric = replace(IDEAL.fabric, gpus_per_node=4, cards_per_node=4, network_gb_s=0.25, nvlink_gb_s=1)
+    parts = block(["parallel.tp=2", "parallel.cp=4", f"parallel.cp_style={style}"], replace(IDEAL, fabric=fabric))
+    q, kv, tokens = 512, 256, 512
+    exchanged = 2 * 2 * tokens * (2 * q + 2 * kv) * 3 / 4
+    hops = (2 * 3 + 4 * 2) * 2 * 2 * kv * tokens  # keys and values twice, float32 gradients and home
+    moved = exchanged if style == "ulysses" else hops
+    assert (parts["cp_exposed"] + parts["cp_hidden"]) * 1e9 == pytest.approx(moved / (0.25 * rate))
+
+
+def test_each_layer_of_a_stage_has_its_own_format():
+    time = StageTime(cli.load([*SMALL, FP8, "precision.fp8_bf16_layers=2"]), IDEAL)
+    for layers, fp8 in ((range(2), 0), (range(1, 5), 3), (range(4, 8), 2)):
+        kinds = [time.block(True)] * fp8 + [time.block(False)] * (len(layers) - fp8)
+        for found, expected in zip(time.stage(layers, False, False), zip(*kinds)):
+            assert found == pytest.approx(sum(expected, Counter()))
+
+
+UNEVEN = ["parallel.pp=2", "parallel.vp=2", "parallel.layers_per_stage=[1,2,4,1]"]
+
+
+@pytest.mark.parametrize("stages, keys", [((0,), []), ((0, 2), UNEVEN), ((1, 3), UNEVEN)])
 @pytest.mark.parametrize("dtype, size", [("fp32", 4), ("bf16", 2)])
-def test_megatron_s_update_zeroes_scales_and_copies(dtype, size):
+def test_megatron_s_update_zeroes_scales_and_copies(dtype, size, stages, keys):
     """Of all gradients once zero and a first sum that is read; of the rank's shard a scale and the masters' copy.
 
     Its shard of gradients has their format; ours is float32.
     """
-    cfg = cli.load([*SMALL, f"optimizer.grad_dtype={dtype}", "parallel.tp=1"])
-    ours, theirs = (Step(cfg, 4, machine) for machine in (IDEAL, MEGATRON))
-    trained = ours.memory.trained(0)
+    cfg = cli.load([*SMALL, f"optimizer.grad_dtype={dtype}", *keys])
+    ours, theirs = (Step(cfg, 4 * cfg.parallel.pp, machine) for machine in (IDEAL, MEGATRON))
+    trained = sum(map(ours.memory.trained, stages))
     assert ours.memory.shards == 4
-    more = (theirs.update_seconds(0) - ours.update_seconds(0)) * 1e12
+    more = (theirs.update_seconds(stages[0]) - ours.update_seconds(stages[0])) * 1e12
     assert more == pytest.approx(2 * size * trained + (2 * size + 4 + 2 * (size - 4)) * trained / 4)
 
 
@@ -255,13 +309,15 @@ def test_casts_write_columns_only_for_weight_gradients(tuned, columns, tp):
     assert difference * 1e12 == pytest.approx(casts + swiglu - plain)
 
 
+@pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("tuned, columns", [([], 1), (LORA, 0)])
-def test_a_head_in_fp8_casts_its_input_and_the_gradient_of_the_logits(tuned, columns):
+def test_a_head_in_fp8_casts_its_input_and_the_gradient_of_the_logits(tuned, columns, tp):
     def seconds(*keys):
-        return sum(StageTime(cli.load([*SMALL, *tuned, FP8, *keys]), IDEAL).head(), start=Counter())["pointwise"]
+        cfg = cli.load([*SMALL, *tuned, FP8, f"parallel.tp={tp}", *keys])
+        return sum(StageTime(cfg, IDEAL).head(), start=Counter())["pointwise"]
 
-    h, v, t = 1024, 8192, 2048
-    assert (seconds("precision.fp8_head=true") - seconds()) * 1e12 == pytest.approx((2 + 1 + columns) * (h + v) * t)
+    cast = (1024 + 8192) // tp * 2048  # a rank's rows of the one, its columns of the other
+    assert (seconds("precision.fp8_head=true") - seconds()) * 1e12 == pytest.approx((2 + 1 + columns) * cast)
 
 
 @pytest.mark.parametrize("keys, biases", [(GPT3, 3 * 1024 + 4096 + 2 * 1024), (["model.qkv_bias=true"], 2048), ([], 0)])
@@ -296,12 +352,13 @@ def test_frozen_weights_have_one_backward_also_where_weight_gradients_are_put_of
     assert forward == same and split.pop("deferred") > 0 and split == whole
 
 
-def test_the_last_bucket_and_the_first_gather_are_waited_for():
+@pytest.mark.parametrize("dtype, size", [("fp32", 4), ("bf16", 2)])
+def test_the_last_bucket_and_the_first_gather_are_waited_for(dtype, size):
     """However long the backward is, its last bucket leaves when it is over; and the first forward needs a bucket."""
-    cfg = cli.load([*SMALL, "train.global_batch_size=8"])
+    cfg = cli.load([*SMALL, "train.global_batch_size=8", f"optimizer.grad_dtype={dtype}"])
     step = Step(cfg, 2, replace(IDEAL, fabric=replace(IDEAL.fabric, felt=0, copy_felt=0)))
     count = step.memory.trained(0)
-    reduce, gather, share = 4 * count / 2 / 1e9, 2 * count / 2 / 1e9, bucket_limit(2) / (4 * count)
+    reduce, gather, share = size * count / 2 / 1e9, 2 * count / 2 / 1e9, bucket_limit(2) / (size * count)
     assert 0 < share < 1
     step.forward = [1e9]
     exposed, hidden = step._data_rank(0, {0: [0.0, 100.0, 200.0]}, 200.0)
@@ -386,14 +443,16 @@ def test_what_is_waited_for_is_a_bucket_of_that_many_data_ranks(world):
 
 
 @pytest.mark.parametrize(
-    "software, per_node, share", [("minitron", 8, 0.5), ("minitron", 1, 0.25), ("megatron", 8, 0.25)]
+    "software, per_node, tp, share",
+    [("minitron", 8, 1, 0.5), ("minitron", 1, 1, 0.25), ("minitron", 4, 2, 0.5), ("minitron", 2, 2, 0.25)]
+    + [("megatron", 8, 1, 0.25)],
 )
-def test_gradients_are_felt_as_copies_in_a_node_of_our_software_alone(software, per_node, share):
-    keys = [*SMALL, "train.global_batch_size=64"]
+def test_gradients_are_felt_as_copies_in_a_node_of_our_software_alone(software, per_node, tp, share):
+    keys = [*SMALL, "train.global_batch_size=64", f"parallel.tp={tp}"]
     none = replace(IDEAL, software=SOFTWARE[software])
     fabric = replace(IDEAL.fabric, gpus_per_node=per_node, cards_per_node=per_node, network_gb_s=100, nvlink_gb_s=100)
     free, felt = (
-        plan(cli.load(keys), 2, replace(none, fabric=replace(fabric, felt=a, copy_felt=b))).seconds["dp_hidden"]
+        plan(cli.load(keys), 2 * tp, replace(none, fabric=replace(fabric, felt=a, copy_felt=b))).seconds["dp_hidden"]
         for a, b in ((0, 0), (0.25, 0.5))
     )
     assert free > 0 and felt == pytest.approx((1 - share) * free)
@@ -410,6 +469,29 @@ def test_gradients_in_bf16_travel_in_levels(memory, size, wire):
     trained = found.sizes.trained(0)
     ring, levels = (4 + 2) * 7 / 8 / 4, (size + 2) * 3 / 4 / 8 + (2 + 2) / 4 / 2
     assert found.seconds["dp_exposed"] == pytest.approx((levels if wire == "bf16" else ring) * trained / 1e9)
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+@pytest.mark.parametrize("memory, size", [("fp32", 4), ("bf16", 2)])
+def test_gradients_travel_in_levels_beside_tensor_parallelism(memory, size, wire):
+    """Two nodes of four GPUs, two of which have one shard: a ring has both cards of a node, a level between nodes one.
+
+    Without levels a node's gradients leave it, so they are sent in float32.
+    """
+    dtypes = [f"optimizer.accumulate_dtype={memory}", f"optimizer.reduce_dtype={wire}", "parallel.overlap_grads=false"]
+    cfg = cli.load([*SMALL, *dtypes, "parallel.tp=2"])
+    fabric = replace(IDEAL.fabric, gpus_per_node=4, cards_per_node=4, nvlink_gb_s=8, network_gb_s=1)
+    found = plan(cfg, 8, replace(IDEAL, fabric=fabric))
+    ring, levels = (4 + 2) * 3 / 4 / 2, (size + 2) / 2 / 8 + (2 + 2) / 2 / 2
+    moved = (levels if wire == "bf16" else ring) * found.sizes.trained(0)
+    assert found.seconds["dp_exposed"] == pytest.approx(moved / 1e9)
+
+
+@pytest.mark.parametrize("per_node, rate", [(8, 1), (4, 0.25)])
+def test_a_message_between_stages_leaves_a_node_that_one_stage_fills(per_node, rate):
+    fabric = replace(IDEAL.fabric, gpus_per_node=per_node, cards_per_node=per_node, network_gb_s=0.25)
+    step = Step(cli.load([*SMALL, "parallel.tp=2", "parallel.pp=2"]), 8, replace(IDEAL, fabric=fabric))
+    assert step.transfer_seconds * 1e9 == pytest.approx(2 * 1024 * 2048 // 2 / rate)
 
 
 @pytest.mark.parametrize("cp, more", [(1, 0), (2, 8 * 1024 * 2 * 1024)])
@@ -543,11 +625,79 @@ def test_memory_of_buffers_between_gpus_of_a_node():
     assert near - far == 2 * 2 * 1024 * (1024 + 2048)
 
 
-def test_dropout_of_unfused_attention_keeps_three_more_matrices():
-    """Of float32 scores: the mask, what is dropped, and its gradient."""
-    keys = [*SMALL, "model.attention=reference"]
+@pytest.mark.parametrize("cp, style, pairs", [(1, "ring", 1), (2, "ring", 4), (2, "allgather", 4), (2, "ulysses", 2)])
+def test_dropout_of_unfused_attention_keeps_three_more_matrices(cp, style, pairs):
+    """Of float32 scores: the mask, what is dropped, and its gradient. Ulysses splits heads, others both sides."""
+    keys = [*SMALL, "model.attention=reference", f"parallel.cp={cp}", f"parallel.cp_style={style}"]
     plain, dropped = (
-        Memory(cli.load([*keys, f"model.attention_dropout={p}"]), 1, gpus_per_node=8).bytes_by_part(0)["working"]
+        Memory(cli.load([*keys, f"model.attention_dropout={p}"]), cp, gpus_per_node=8).bytes_by_part(0)["working"]
         for p in (0, 0.1)
     )
-    assert dropped - plain == 3 * 4 * 8 * 2048**2
+    assert dropped - plain == 3 * 4 * 8 * 2048**2 // pairs
+
+
+def test_memory_counts_the_layers_of_every_chunk_in_their_formats():
+    """Stages of 1, 2, 4 and 1 layers, of which 0, 1, 3 and 0 are in FP8: alone and split backwards leave less in it."""
+    memory = Memory(cli.load([*SMALL, *UNEVEN, FP8, "precision.fp8_bf16_layers=2"]), 2, gpus_per_node=8)
+    for left in (memory.saved, memory.deferred):
+        wide = left(0)
+        narrow = left(1) - wide
+        assert 0 < narrow < wide and left(2) == wide + 3 * narrow
+    nodes = 150 * memory.microbatches
+    assert [memory.graph(rank) - (350 << 20) for rank in range(2)] == [8192 * nodes * layers for layers in (5, 3)]
+
+
+@pytest.mark.parametrize("keys", [[], [FP8, "precision.fp8_head=true"], ["parallel.tp=2"]])
+def test_a_piece_larger_than_a_microbatch_is_one_piece(keys):
+    one, more = (plan(cli.load([*SMALL, *keys, f"model.head_piece={n}"]), 2, IDEAL) for n in (2048, 8192))
+    assert one.memory == more.memory and one.seconds == more.seconds
+
+
+@pytest.mark.parametrize("tuned", [[], LORA, [*GPT3, *LORA], GPT3])
+@pytest.mark.parametrize("memory, wire", [("fp32", "fp32"), ("fp32", "bf16"), ("bf16", "fp32"), ("bf16", "bf16")])
+@pytest.mark.parametrize(
+    "tp, per_node, overlap", [(1, 8, True), (1, 2, True), (2, 4, True), (4, 2, True), (2, 4, False)]
+)
+def test_memory_of_messages_by_hand(tuned, memory, wire, tp, per_node, overlap):
+    """Two chunks of unequal layers on each of two ranks, four data ranks.
+
+    Received rows of six messages; operands of products twice, in a node; twice a piece of each other data rank's bytes,
+    in a node; between nodes a slice of the largest bucket in bf16, of float32 gradients and of their sum; a float32 sum
+    of bf16 gradients that are not copied.
+    """
+    keys = ["model.num_layers=10", "parallel.pp=2", "parallel.vp=2", "parallel.layers_per_stage=[1,2,6,1]"]
+    keys += [f"parallel.tp={tp}", f"parallel.overlap_grads={overlap}"]
+    keys += [f"optimizer.accumulate_dtype={memory}", f"optimizer.reduce_dtype={wire}"]
+    sizes = Memory(cli.load([*SMALL, *keys, *tuned]), 8 * tp, gpus_per_node=per_node)
+    m, h, f, size = sizes.cfg.model, 1024, 4096, {"fp32": 4, "bf16": 2}[memory]
+    gated, frozen = m.family == "llama", LORA[0] in tuned
+    table, tokens = 8192 * h // tp, 2048
+    block = [x // tp for x in (f * h, (2 if gated else 1) * f * h, h * h, h * (h + 2 * m.kv_heads * 128))]
+
+    def largest_bucket(stage):
+        filled = [[]]
+        matrices = [*[table] * (stage == 3), *block * (1, 2, 6, 1)[stage], *[table] * (stage == 0)]
+        for numel in [sizes.trained(stage)] if frozen else matrices:
+            if size * sum(filled[-1]) >= 256 << 20:
+                filled.append([])
+            filled[-1].append(numel)
+        positions = 2048 * h * (stage == 0 and not gated and not frozen)
+        return max(positions, *map(sum, filled))
+
+    beside = max(1, per_node // tp)  # data ranks in a node
+    local = beside if wire == "bf16" and beside < 4 else 4
+    copied = overlap and 1 < local <= per_node // tp
+    for rank in range(2):
+        stages = (rank, rank + 2)
+        expected = 6 * 2 * h * tokens // tp
+        if 1 < tp <= per_node:
+            expected += 2 * 2 * h * (tokens // tp + tokens)
+        if copied:
+            moved = sum(size * sizes.trained(stage) + 2 * sizes.trained(stage) for stage in stages)
+            expected += 2 * (local - 1) * min(64 << 20, moved // local)
+        largest = max(map(largest_bucket, stages))
+        if local < 4:
+            expected += largest // local * 2 * (2 if size == 4 else 1)
+        if local > 1 and size == 2 and not copied:
+            expected += 4 * largest
+        assert sizes.bytes_by_part(rank)["messages"] == expected
