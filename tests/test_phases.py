@@ -238,6 +238,17 @@ def test_an_evaluation_alone_is_that_of_the_run_in_any_layout(ranks, run, axes):
         assert loss == pytest.approx(expected["loss"], rel=1e-6)
 
 
+@pytest.mark.parametrize("stops, batches", [([False, False], 2), ([True], 1), ([False, True], 2)], ids=str)
+def test_a_signal_ends_an_evaluation_without_a_result(stops, batches):
+    cfg, log, evaluated = cli.load(PHASES), mock.Mock(), []
+    evaluate = lambda given: evaluated.append(given) or torch.tensor([4.0 * len(evaluated), 3.0], dtype=torch.float64)
+    stop, mesh, data = mock.Mock(should_stop=iter(stops).__next__), Mesh.offline(), pretrain.build_data(cfg).valid
+    Evaluation(evaluate, cfg, mesh, data, log, stop).run(7)
+    assert len(evaluated) == batches
+    results = [call.args[:2] for call in log.evaluation.call_args_list]
+    assert results == ([] if any(stops) else [(7, (4.0 + 8.0) / (3.0 + 3.0))])
+
+
 def files_in(folder: Path) -> dict:
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
