@@ -18,7 +18,7 @@ from minitron.config.save_interval import best_interval
 from minitron.planner import command as tool
 from minitron.planner import cost, pictures
 from minitron.planner.draw import draw_svg
-from minitron.planner.failures import predict, state_bytes
+from minitron.planner.failures import failures, predict, state_bytes
 from minitron.planner.fit import memory_options, written
 from minitron.planner.machine import choose_machine, read_machines
 from minitron.planner.memory import Memory
@@ -116,6 +116,18 @@ def test_no_layout_changes_what_is_saved(keys):
     assert state_bytes(cli.load([*KEYS, *keys])) == state_bytes(cli.load(LLAMA)) == 12 * 8_030_261_248
     adapters = ["finetune.kind=lora", "lora.rank=8", "lora.targets=[q,down]"]
     assert state_bytes(cli.load([*KEYS, *keys, *adapters])) == 12 * 32 * 8 * (4096 + 4096 + 14336 + 4096)
+
+
+@pytest.mark.parametrize("world", [8, 1024])
+@pytest.mark.parametrize("save", [None, 100.0])
+def test_the_times_of_failures_that_are_not_given_follow_from_those_that_are(world, save):
+    """A save costs by its own seconds; what all GPUs read and write is at most what the shared disk gives."""
+    found, state = failures(cli.load(LLAMA), world, 7200.0, None, None, save), 12 * 8_030_261_248 / 1e9
+    saved = save or state / min(world * 0.91, 50)
+    assert found.save_seconds == pytest.approx(saved) and found.save_cost_seconds == pytest.approx(
+        0.007 + 0.004 * saved
+    )
+    assert found.recovery_seconds == pytest.approx(70 + state / min(world * 0.95, 50))
 
 
 def test_jobs_of_other_sizes_fail_in_proportion_to_their_gpus(capsys):
