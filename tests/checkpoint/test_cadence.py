@@ -76,6 +76,22 @@ def test_a_step_that_ends_as_its_save_begins_is_no_cost_of_the_save():
     assert medians(cadence) == [2.0, 0.5, 9.0]
 
 
+def test_no_save_costs_less_than_nothing():
+    """Neither its first step nor the later ones count below 0, and a first save that fails is not measured."""
+    cadence, step = SaveInterval("auto", 1.0, done=0), 10
+    for earlier in range(1, 11):
+        cadence.observe(figures(earlier, 2.0))
+    for first, later, taken in (5.0, [], None), (1.5, [], 9.0), (1.5, [2.25, 2.5], 9.0), (2.75, [1.0, 1.5], 9.0):
+        cadence.begin(step)
+        if taken is None:
+            cadence.end(taken)
+        for seconds in first, *later:
+            cadence.observe(figures(step := step + 1, seconds))
+        cadence.end(taken)
+        cadence.observe(figures(step := step + 1, 2.0))
+    assert list(cadence.stall_seconds) == [0.0, 2 * 0.375, 0.75]
+
+
 def test_saves_of_either_kind_with_no_step_between_them_cost_each_its_own():
     cadence = SaveInterval("auto", 1.0, done=0)
     for step in range(1, 11):

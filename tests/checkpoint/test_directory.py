@@ -9,6 +9,7 @@ import os
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -17,7 +18,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from layouts import config
 from minitron.checkpoint import directory as directories
+from minitron.checkpoint import load
 from minitron.checkpoint.boxes import TensorShard
 from minitron.checkpoint.destination import Destination
 from minitron.checkpoint.directory import TakenOver, begin, claim, commit, make_writable, newest
@@ -263,6 +266,47 @@ def test_a_mount_that_cannot_rename_folders_is_refused_at_the_start(tmp_path, mo
     monkeypatch.setattr(os, "rename", rename)
     with pytest.raises(CheckpointError, match=r"folders cannot be renamed \(Too many open files\).*; use a disk, or"):
         make_writable(tmp_path)
+
+
+def test_an_error_leads_to_the_newest_checkpoint_before_it_else_to_the_newest(tmp_path):
+    for step in 2, 4, 6:
+        write(tmp_path, step)
+    (tmp_path / "step_00000007").mkdir()
+    (tmp_path / "step_00000007" / "index.json").write_text("damaged")
+    for bad, other in (None, 6), (6, 4), (4, 2), (2, 6):
+        reader = None if bad is None else Reader(tmp_path / f"step_{bad:08d}")
+        assert f"checkpoint.resume_step={other} " in load.suggest_other_checkpoint(tmp_path, reader)
+
+
+def test_a_foreign_folder_is_in_the_way_only_of_steps_to_come(tmp_path):
+    """Up to train.steps, or of any later step if epochs decide."""
+    write(tmp_path, 4)
+    for name, epochs, refused in [
+        ("step_00000003", None, False),
+        ("step_00000010", None, True),
+        ("step_00000011", None, False),
+        ("step_00000011", 2, True),
+    ]:
+        cfg = config({"train": {"steps": 10, "epochs": epochs}, "checkpoint": {"dir": str(tmp_path), "every": 5}})
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "photo.jpg").write_text("photo")
+        with pytest.raises(CheckpointError, match=name) if refused else nullcontext():
+            assert load._newest_checkpoint(cfg, tmp_path).iteration == 4
+        shutil.rmtree(tmp_path / name)
+
+
+def test_a_link_to_a_checkpoint_is_a_user_s(tmp_path):
+    """One that a user keeps elsewhere is neither deleted by keep nor replaced."""
+    write(tmp_path / "kept", 1)
+    for step in 1, 4:
+        (tmp_path / f"step_{step:08d}").symlink_to("kept/step_00000001")
+    before = everything_in(tmp_path / "kept")
+    for step in 2, 3:
+        commit(begin(tmp_path, step, 0), index_bytes({"iteration": step}, {}), b"{}", keep=1, after=step - 1)
+    with pytest.raises(CheckpointError, match="step_00000004 is in the way"):
+        write(tmp_path, 4)
+    links = [path.name for path in sorted(tmp_path.iterdir()) if path.is_symlink()]
+    assert links == ["step_00000001", "step_00000004"] and everything_in(tmp_path / "kept") == before
 
 
 def test_latest(tmp_path):

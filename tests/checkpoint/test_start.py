@@ -7,6 +7,7 @@ import gc
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -128,16 +129,28 @@ def test_the_log_tells_how_far_a_slow_disk_is(tmp_path, monkeypatch):
     trainer, _ = start_trainer(cfg)
     save(trainer, cfg, 1)
     monkeypatch.setattr(load, "PROGRESS_SECONDS", 0.0)
+    made, progress = [], load._LoadProgress
+    monkeypatch.setattr(load, "_LoadProgress", lambda *given: made.append(progress(*given)) or made[-1])
     mesh = mesh_of(cfg)
     trainer, lines = build(cfg, mesh), []
     with Log(cfg, 0, 1) as log:
         log.info = lines.append
         restore(agree_on_start(cfg, mesh, open_weights), trainer.state, log)
         assert len(lines) > 1 and all("GB" in line for line in lines)
+        assert [each.done for each in made] == [each.total for each in made]  # to check the files counts as well
         lines.clear()
         monkeypatch.setattr(load, "PROGRESS_SECONDS", 60.0)
         restore(agree_on_start(cfg, mesh, open_weights), trainer.state, log)
         assert not lines or time.monotonic() - log._begun.timestamp() > 60
+
+
+def test_progress_is_written_once_a_minute(monkeypatch):
+    now, lines = [0.0], []
+    monkeypatch.setattr(load, "monotonic", lambda: now[0])
+    progress = load._LoadProgress(SimpleNamespace(info=lines.append), 8 * 10**9)
+    for now[0] in range(20, 180, 20):
+        progress.add(10**9)
+    assert ["3.00 of 8.00 GB" in lines[0], "6.00 of 8.00 GB" in lines[1], len(lines)] == [True, True, 2]
 
 
 # ---- another model ------------------------------------------------------------------------------------------------

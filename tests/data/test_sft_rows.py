@@ -275,11 +275,15 @@ def test_files_are_read_once_for_training_and_validation(tmp_path, monkeypatch):
 def test_a_table_is_read_without_a_limit_of_this_process(tmp_path, monkeypatch):
     """The memory of a trainer is not the reader's to limit."""
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install pyarrow")
-    from pyarrow import parquet
+    from pyarrow import ipc, parquet
 
-    parquet.write_table(pyarrow.Table.from_pylist(rows(300)), tmp_path / "a.parquet")
+    table = pyarrow.Table.from_pylist(rows(300))
+    parquet.write_table(table, tmp_path / "a.parquet")
+    with ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as writer:
+        writer.write_table(table)
     limits = counted(monkeypatch, resource, "setrlimit")
-    assert [row for _, row in read_rows(str(tmp_path / "a.parquet"))] == rows(300) and not limits
+    for name in "a.parquet", "a.arrow":
+        assert list(read_rows(str(tmp_path / name))) == list(enumerate(rows(300), 1)) and not limits
 
 
 def test_a_check_of_much_data_leaves_bad_rows_out_as_the_run_does(tmp_path, monkeypatch):

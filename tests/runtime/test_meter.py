@@ -10,6 +10,7 @@ from layouts import LLAMA, config
 from minitron.comm.mesh import Mesh
 from minitron.data.gpt import Sample
 from minitron.data.loader import Loader
+from minitron.runtime import meter as meters
 from minitron.runtime.meter import Meter
 from minitron.runtime.observer import StepDone
 
@@ -51,3 +52,36 @@ def test_a_step_s_figures_are_the_worlds(ranks, shape):
         assert (it.loss, it.grad_norm, it.skipped, it.nan, it.loss_scale) == (3.0, 2.0, 0.0, 1.0, 8.0)
         assert (it.step, it.consumed_samples, it.lr) == (5, 10, 0.25) and it.seconds >= 0
         assert it.squared_lengths == 4**2 + 12**2 + 7**2 + 3**2 and it.padding == 6
+
+
+def test_a_step_s_seconds_and_its_waits(monkeypatch):
+    """From the step before, or from the end of what came between. Waits count up to the whole step, none below 0."""
+    now, logged, stalls = [10.0], [], []
+
+    class Moment:
+        def __init__(self, _):
+            self.at = now[0]
+
+        def seconds_since(self, earlier):
+            return self.at - earlier.at
+
+    def wait(seconds):
+        now[0] -= seconds
+        stalls.append((Moment(None), Moment(now.__setitem__(0, now[0] + seconds))))
+
+    monkeypatch.setattr(meters, "DeviceTime", Moment)
+    log, taken = SimpleNamespace(iteration=logged.append), lambda: [stalls.pop() for _ in stalls[:]]
+    meter = Meter(log, Mesh.offline(), lambda: (0, 0), taken, [])
+    batch = SimpleNamespace(samples=range(3), documents=None, squared_lengths=99, padding=99)
+    for step, (until, waits, again) in enumerate([(13, (0.5, -1.0, 1.0), 0), (14, (0.75, 0.75), 19), (22, (), 0)], 1):
+        now[0] = until
+        for seconds in waits:
+            wait(seconds)
+        meter.after(StepDone(step, 6 * step, 0.25, [batch] * 2, torch.zeros(5, dtype=torch.float64)))
+        if again:
+            now[0] = again
+            meter.restart()
+    assert [(it.step, it.seconds, it.stall_seconds) for it in logged] == [(1, 3.0, 1.5), (2, 1.0, 1.0), (3, 3.0, 0.0)]
+    assert {(it.batch_size, it.squared_lengths, it.padding) for it in logged} == {(6, None, 0.0)}
+    meter.close()
+    assert len(logged) == 3

@@ -75,22 +75,23 @@ def test_steps_that_a_later_start_went_back_behind_are_lost_in_all_starts_before
 
 @pytest.mark.parametrize("before", [0, 100])
 def test_what_first_steps_take_beyond_others_is_start(before):
-    """A compiler in a start's step 1, a recording in its step 7; a later slow step is a slow step."""
+    """A compiler in a start's first step, a recording in the last that counts; a later slow step is a slow step."""
     rows = [run_row(before + 1, 0.0, 0.0, 1.0)]
     now = 1.0
     for step in range(1, 31):
-        seconds = {1: 9.0, 7: 5.0, 20: 4.0}.get(step, 1.0)
+        seconds = {1: 9.0, FIRST_STEPS: 5.0, FIRST_STEPS + 1: 4.0}.get(step, 1.0)
         rows += steps([before + step], now, seconds)
         now += seconds
     found = measure(rows)
-    assert found.seconds["start"] == 1 + 8 + 4 and found.seconds["training"] == 29 + 4 and FIRST_STEPS < 20
+    assert found.seconds["start"] == 1 + 8 + 4 and found.seconds["training"] == 29 + 4
 
 
-def test_the_only_step_of_a_start_is_compared_with_those_of_all():
-    rows = [run_row(1, 0.0, 0.0, 1.0), *steps(range(1, 11), 1.0)]
-    rows += [run_row(11, 20.0, 0.0, 21.0), *steps([11], 21.0, 9.0)]
-    found = measure(rows).seconds
-    assert (found["start"], found["training"]) == (1 + 1 + 8, 10 + 1)
+def test_a_start_s_only_step_or_two_are_compared_with_those_of_all():
+    for few, beyond in (1, 8), (2, 8), (3, 0):
+        rows = [run_row(1, 0.0, 0.0, 1.0), *steps(range(1, 11), 1.0)]
+        rows += [run_row(11, 20.0, 0.0, 21.0), *steps(range(11, 11 + few), 21.0, 9.0)]
+        found = measure(rows).seconds
+        assert (found["start"], found["training"]) == (1 + 1 + few * beyond, 10 + few * (9 - beyond))
 
 
 def test_a_start_that_died_before_its_first_step():
@@ -155,6 +156,8 @@ def test_a_clock_that_goes_back_takes_no_time():
     rows = [run_row(1, 100.0, 0.0, 101.0), *steps([1], 101.0), run_row(2, 50.0, 0.0, 51.0), *steps([2], 51.0)]
     found = measure(rows)
     assert min(found.seconds.values()) >= 0 and sum(found.shares.values()) == pytest.approx(1.0)
+    again = measure([*rows, run_row(3, 120.0, 0.0, 121.0), *steps([3], 121.0)]).seconds  # it waited since 102
+    assert (again["waiting"], again["start"], again["training"]) == (18.0, 2.0, 3.0)
 
 
 def life(interval, stall, save, recovery, mtbf, failures, rng) -> float:

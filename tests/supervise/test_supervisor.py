@@ -589,6 +589,7 @@ def test_a_hang_is_judged_once_all_ranks_had_time_to_report_it(leader, monkeypat
         ("host1", 1, 3, ["host1"]),
         ("host1", 1, 2, []),  # no spare
         ("host0", 1, 3, []),
+        ("", 1, 3, []),  # the first failure
         ("host1", None, 3, []),
         (None, 1, 3, []),
         (None, None, 3, []),  # a node was late, and nobody knows which one
@@ -598,7 +599,7 @@ def test_a_node_that_was_the_cause_twice_in_a_row_is_excluded_if_there_is_a_spar
     leader, before, failed, nodes, excluded
 ):
     beats = [beat_of(n, ended={"0": 7} if n == failed else {}) for n in range(nodes)]
-    round_ = stopped(*beats[:2]) | {"failures": [[5, before]]}
+    round_ = stopped(*beats[:2]) | {"failures": [] if before == "" else [[5, before]]}
     after = leader.after_stop(round_, {beat["node"]: beat for beat in beats}, beats)
     assert (after["state"], after["excluded"]) == ("run", excluded) and matches(after, ROUND)
 
@@ -652,6 +653,69 @@ def test_an_unfit_node_goes_while_the_others_wait_for_one_in_its_place(leader):
     assert leader.after_stop(waits, {0: beats[0], 2: other}, [beats[0], other])["state"] == "run"
 
 
+def test_the_cause_of_a_round_is_the_first_of_its_ends(leader):
+    """Two ranks a node: one end after another is added, each of which counts before those that are there."""
+    leader.args.ranks = 2
+    beats = [beat_of(n) for n in range(3)]
+    for node, local, status, cause in [
+        (0, "0", LOST, "rank 0 on host0 lost its partners"),
+        (1, "1", HUNG, "rank 1 on host0, 2 on host1, 4 on host2, 5 on host2 made no progress"),
+        (2, "1", 7, "rank 5 on host2 ended with status 7: why"),
+        (1, "0", BROKEN, "rank 2 on host1 has a broken device"),
+        (0, "1", -signal.SIGSEGV, "rank 1 on host0 was killed by SIGSEGV"),
+        (0, "agent", 0, "rank 1 on host0 was killed by SIGSEGV"),
+    ]:
+        beats[node]["ended"][local] = status
+        beats[node]["said"] = {"1": "why"} if status == 7 else {}
+        host = "host0" if status == HUNG else f"host{node}"
+        found = leader.cause(stopped(*beats), beats)
+        assert found[1:] == (host, cause) and found[0] in (status, -signal.SIGSEGV)
+    beats[1]["leaving"] = "has a broken device"  # which its rank is the cause of
+    assert leader.cause(stopped(*beats), beats)[0] == -signal.SIGSEGV
+    assert leader.cause(stopped(*beats), [*beats[:2], lead.GONE]) == (None, "host2", "node 2 (host2) is lost")
+    beats[0]["leaving"] = "got SIGTERM"
+    assert leader.cause(stopped(*beats), [*beats[:2], lead.GONE]) == (0, "host0", "host0 got SIGTERM")
+    hung = [beat_of(n, ended={"0": HUNG, "1": HUNG}) for n in range(2)]
+    assert leader.cause(stopped(*hung), hung)[:2] == (HUNG, "host0")
+    late = [beat_of(0, ended={"0": 0, "1": 0}), beat_of(1)]
+    assert leader.cause(stopped(*late), late)[:2] == (None, None)
+
+
+@pytest.mark.parametrize(
+    "status, steps, over",
+    [
+        (1, [None], True),  # a mistake of the user
+        (-9, [None], False),
+        (1, [3], False),
+        (1, [None, None], False),
+        (1, [None] * 3, True),
+        (1, [5, 3, 5, 5], False),
+        (1, [3, 5, 5, 5], True),
+        (1, [1, 2, 3, 4], False),
+        (1, [1, 2, 3, 4, 5], True),  # --max-restarts
+        (lead.TAKEN, [3], True),
+    ],
+)
+def test_a_run_is_over_where_another_start_would_not_help(leader, status, steps, over):
+    leader.args.max_restarts = 4
+    assert bool(leader.verdict(status, [[step, "host0"] for step in steps])) == over
+
+
+def test_a_start_looks_for_another_port_than_the_one_before(node, monkeypatch):
+    asked = []
+    monkeypatch.setattr(supervisor, "free_port", lambda ports: asked.append(list(ports)) or ports[0])
+    first, count = node.args.port, supervisor.PORTS
+    for starts in 0, 1, count - 1, count:
+        node.starts, node.heartbeat["state"] = starts, "idle"
+        node.write_heartbeat()
+        assert node.heartbeat["port"] == first + starts % count and sorted(asked.pop()) == [
+            *range(first, first + count)
+        ]
+    for node.heartbeat["state"] in "running", "failed":  # the ranks meet there
+        node.write_heartbeat()
+    assert not asked
+
+
 def test_a_node_that_left_is_no_failure(leader):
     """Neither one for which the round ended nor one that left while it stopped."""
     beats = [beat_of(0), beat_of(1, leaving="got SIGTERM"), beat_of(2)]
@@ -682,7 +746,8 @@ def test_a_node_with_another_clock_or_a_poor_disk_is_left_out_if_there_are_enoug
         assert [node["node"] for node in leader.next(stopped(), beats)["nodes"]] == list(nodes)
         (line,) = capsys.readouterr().err.splitlines()
         assert f"host{other}" in line and ("3600" in line or "5 MiB" in line)
-        assert len(leader.next(stopped(), [beats[other], beats[nodes[0]]])["nodes"]) == 2  # no other is there
+        both = [beats[other], beats[nodes[0]]]  # no other is there
+        assert [node["node"] for node in leader.next(stopped(), both)["nodes"]] == [other, nodes[0]]
         (line,) = capsys.readouterr().err.splitlines()
         assert f"host{other}" in line
 
@@ -712,7 +777,7 @@ def test_what_ended_a_round_is_said_once_where_the_disk_is_full(leader, tmp_path
     assert set((tmp_path / "excluded_nodes").read_text().splitlines()) == {"host1"}
 
 
-def test_the_last_step_is_found_behind_the_rows_of_many_ranks(leader, tmp_path):
+def test_the_last_step_is_found_behind_the_rows_of_many_ranks(leader, tmp_path, monkeypatch):
     """A row with the times of 16,384 ranks: behind it the first failure once counted as one before the first step."""
     step, ranks = {"kind": "step", "step": 10}, {"kind": "ranks", "step": 10, "own_seconds": [0.1234] * 16384}
     assert leader.step() is None
@@ -720,6 +785,9 @@ def test_the_last_step_is_found_behind_the_rows_of_many_ranks(leader, tmp_path):
     assert leader.step() == 10
     (tmp_path / "metrics.jsonl").write_text(json.dumps(ranks))
     assert leader.step() is None
+    monkeypatch.setattr(lead, "TAIL_BYTES", 100)
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step | {"step": n}) + "\n" for n in range(21)))
+    assert leader.step() == 20
 
 
 def test_the_last_step_is_looked_for_in_a_regular_file_alone(leader, tmp_path):
