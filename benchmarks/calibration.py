@@ -375,7 +375,7 @@ def one_rank_table(ranks: list[dict], machines: Machines) -> list[str]:
     errors: dict[str, list[float]] = {"recorded": [], "eager": []}
     for one in ranks:
         predicted, measured = rank_seconds(one, machines), one["step_seconds"]
-        name = f"{one['recipe']}, {one['rank']} of {one['world']}"
+        name = f"{record.named(one['recipe'], one['keys'])}, {one['rank']} of {one['world']}"
         kind = one["dtype"] if one["fp8"] == "none" else f"FP8 {one['fp8']}"
         how = "recorded" if one["replayed"] else "eager"
         line = f"| {name} | {device_of(one)} | {kind} | {how} | {predicted:.3f} | {measured:.3f} |"
@@ -514,8 +514,8 @@ JUWELS Booster, 13B: no constant of its GPUs is measured. LoRA of 70B is planned
 it took a seventh longer than on 16. 7B's SFT in FP8: the same document trains as many tokens a second with four times
 the microbatches a step. Long sequences: rings of four and more are planned 7 to 11 % too slow. GPT-2 124M, in
 microbatches of 1,024 tokens, is planned too slow for both trainers: its kernels take 8 microseconds, and the H200's gap
-between longer ones is a third of its planned step. The same is seen on single ranks of 13B in FP8. Megatron-core, of
-two and four GPUs: with tp 2 it is planned too fast, in FP8 most. Not counted are that its host waits for the norm of
+between longer ones is a third of its planned step. The same is seen on single ranks of 13B in FP8. JUBE's
+13B on an H100 is planned too fast, most in fp16. Megatron-core, of two and four GPUs: with tp 2 it is planned too fast, in FP8 most. Not counted are that its host waits for the norm of
 the gradients before it launches the update, and that the head's weight gradient, without apex, is added to the sum by a
 kernel of its own. Releases of one job differ by up to 7 %: no plan of a configuration can meet all of them.
 

@@ -117,7 +117,10 @@ class AttentionCall:
         return call
 
 
-def step_work(trainer: Trainer) -> tuple[Counter[Product], Counter[AttentionCall]]:
+Work = tuple[Counter[Product], Counter[AttentionCall]]  # how often a step does each
+
+
+def step_work(trainer: Trainer) -> Work:
     """How often this rank's step does each product and each attention call. Samples are taken as one document each."""
     cfg, mesh = trainer.cfg, trainer.mesh
     num_mb, batch = cfg.num_microbatches(mesh.dp.size), cfg.train.micro_batch_size
@@ -149,7 +152,7 @@ def _attention_tiles(trainer: Trainer) -> list[tuple[int, int, bool]]:
     return [(t.queries.stop - t.queries.start, t.keys.stop - t.keys.start, t.causal) for t in tiles]
 
 
-def floor_seconds(work: tuple[Counter[Product], Counter[AttentionCall]], cfg: Config, device: torch.device) -> dict:
+def floor_seconds(work: Work, cfg: Config, device: torch.device) -> dict:
     """Seconds of all products, of the head's among them and of all attention calls of a step, each timed alone.
 
     Needs the device's memory: drop the trainer first.

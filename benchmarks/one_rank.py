@@ -43,6 +43,7 @@ if __name__ == "__main__":
 import torch
 
 from benchmarks import floor, measure, record, shares
+from benchmarks.floor import Work
 from benchmarks.partners import partners
 from benchmarks.programs import launch
 from minitron import train
@@ -176,7 +177,9 @@ def fewer(cfg: Config, world: int, args: argparse.Namespace) -> Config:
     return replace(cfg, train=replace(t, global_batch_size=batch, eval_every=0, cuda_graph=args.graph))
 
 
-def measured(cfg: Config, world: int, rank: int, args: argparse.Namespace, machine: Machine, laps: Laps) -> tuple:
+def measured(
+    cfg: Config, world: int, rank: int, args: argparse.Namespace, machine: Machine, laps: Laps
+) -> tuple[dict, Work]:
     """Train one rank of `world`: (its figures, what its floor consists of)."""
     device, capability = measure.choose_device()
     with cli.user_errors():
@@ -192,7 +195,7 @@ def measured(cfg: Config, world: int, rank: int, args: argparse.Namespace, machi
             return run(cfg, args, recorded(mesh, clock), clock, laps)
 
 
-def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, clock: Clock, laps: Laps) -> tuple:
+def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, clock: Clock, laps: Laps) -> tuple[dict, Work]:
     """Train on random tokens until the steps are alike: (the figures, what the floor consists of)."""
     t, device = cfg.train, mesh.device
     data = build_datasets(
@@ -409,7 +412,7 @@ def main(argv: list[str] | None = None) -> dict:
     os.environ["LOCAL_RANK"] = "0"  # or the mesh would choose a device by the rank
     with cli.user_errors():
         rules.check(cfg, args.world)
-        shares.check(args)
+        shares.check_profile(args)
         (rank,) = choose_ranks(args.rank, cfg.parallel.pp, args.world)
         machine = machine_of(record.environment()["gpu"], args.fabric)
         plan = None if args.alone else Step(cfg, args.world, machine)

@@ -85,7 +85,7 @@ RECIPES = (
     ("gpt3_175b_jube", 384, "juwels-booster", FP16),
     ("gpt3_13b_jube", 32, "juwels-booster", FP16),
 )
-# The same jobs in the fastest layouts that `tools/plan.py --search` finds to fit with a graph.
+# The same jobs on H100 in the fastest layouts that fit with a graph, by `tools/plan.py --search`.
 ULYSSES_70B = "parallel.tp=2", "parallel.vp=7", "parallel.cp=4", "parallel.cp_style=ulysses"
 PAIRS_175B = "train.micro_batch_size=2", "train.recompute=selective"
 FP8_175B = "precision.fp8=delayed", GRADIENTS, WEIGHTS, *PAIRS_175B
@@ -93,6 +93,7 @@ FASTEST = (
     (
         "llama3_8b",
         8,
+        "ndr400",
         (
             (GRADIENTS, "parallel.vp=6", _layers(2, *[3] * 8, 2, 3, 1)),
             ("precision.fp8=delayed", GRADIENTS, WEIGHTS, "parallel.vp=3", _layers(5, *[6] * 4, 3)),
@@ -101,14 +102,20 @@ FASTEST = (
     (
         "llama31_70b",
         64,
+        "ndr400",
         (
             (GRADIENTS, *ULYSSES_70B, _layers(1, *[3] * 24, 2, 3, 2)),
             ("precision.fp8=delayed", GRADIENTS, WEIGHTS, *ULYSSES_70B, _layers(1, *[3] * 26, 1)),
         ),
     ),
-    ("gpt3_175b", 128, ((GRADIENTS, *PAIRS_175B), FP8_175B, (*FP8_175B, *DROPOUT))),
-    ("llama3_8b_lora", 8, (("train.micro_batch_size=4",), ("precision.fp8=delayed", "train.micro_batch_size=2"))),
-    ("llama31_405b", 512, (("precision.fp8=delayed", GRADIENTS, WEIGHTS, *ZB_405B),)),
+    ("gpt3_175b", 128, "ndr400", ((GRADIENTS, *PAIRS_175B), FP8_175B, (*FP8_175B, *DROPOUT))),
+    (
+        "llama3_8b_lora",
+        8,
+        "ndr400",
+        (("train.micro_batch_size=4",), ("precision.fp8=delayed", "train.micro_batch_size=2")),
+    ),
+    ("llama31_405b", 512, "ndr400", (("precision.fp8=delayed", GRADIENTS, WEIGHTS, *ZB_405B),)),
 )
 CLOSELY = "gpt3_175b", "llama31_70b", "llama31_405b"
 CHECKED = "2gpu-8b-16layers-s8192-dp2", "2gpu-70b-4layers-tp2", "2gpu-175b-2layers-tp2", "2gpu-8b-16layers-pp2"
@@ -130,7 +137,7 @@ the rank are not there, what they send is made up ([`one_rank.py`](../one_rank.p
   and the last rank measured, and the traffic that the planner expects; beside it the same without traffic. Planned is
   the planner's step on the GPU of the table; published is what others measured on the GPU named, at first and at best,
   mostly with gradients in bf16 and GPT-3 with dropout. These are of the recipe's batch. Keys beside a recipe replace
-  those in it. The last jobs of an H100 have the fastest layout that `tools/plan.py --search` finds.
+  those in it. The last rows of an H100 are the same jobs in layouts from a search (`tools/plan.py --search`).
 """
 TWO_GPUS = "Jobs of two GPUs: the step that both took (`benchmarks/step.py`), and what one rank at a time says of it."
 WHOLE_LABEL = (
@@ -256,13 +263,11 @@ class Whole:
         return next((row for row in reversed(rows) if wanted.items() <= row.items()), None)
 
 
-def jobs() -> Iterator[Job]:
-    for recipe, world, fabric, formats in RECIPES:
-        for keys in formats:
-            yield job_of(recipe, keys, world, fabric, closely=recipe in CLOSELY)
-    for recipe, world, formats in FASTEST:
-        for keys in formats:
-            yield job_of(recipe, keys, world, "ndr400")
+def jobs(gpu: str | None) -> Iterator[Job]:
+    for some, closely in ((RECIPES, CLOSELY), (FASTEST if "H100" in (gpu or "") else (), ())):
+        for recipe, world, fabric, formats in some:
+            for keys in formats:
+                yield job_of(recipe, keys, world, fabric, closely=recipe in closely)
 
 
 def whole_jobs(gpus: int) -> Iterator[Whole]:
@@ -283,7 +288,7 @@ def checks() -> Iterator[tuple[str, Job, Real]]:
 
 
 def job_of(recipe: str, keys: tuple[str, ...], world: int, fabric: str, closely: bool = False) -> Job:
-    """closely: with a second pipeline rank, and a rank without a graph."""
+    """Return the job. closely: a second pipeline rank and an eager step are measured, too."""
     pp = configuration(recipe, keys).parallel.pp
     run = Run(recipe, keys, world, 0, "on", fabric, alone=True)
     ranks = {one_rank.place(rank, pp, world): rank for rank in choose_ranks("first,last,middle", pp, world)}
@@ -312,7 +317,7 @@ def todo(args: argparse.Namespace, gpu: str | None, tried: set[Run | Real]) -> l
 
     Ranks that jobs' times need come first, then what stands beside them, and what takes all GPUs.
     """
-    every = [(job, real) for _, job, real in checks()] if args.two_gpus else [(job, None) for job in jobs()]
+    every = [(job, real) for _, job, real in checks()] if args.two_gpus else [(job, None) for job in jobs(gpu)]
     wanted: list[Run | Real] = [run for job, _ in every for run in (*job.support, job.main)]
     wanted += [real for _, real in every if real is not None] or [run for job, _ in every for run in job.beside]
     rows = of_gpu(record.rows(args.results), gpu)
@@ -398,7 +403,7 @@ def table(gpu: str | None, rows: list[dict]) -> list[str]:
     """Write what one kind of GPU measured. rows: of this kind."""
     lines = ["", f"## {gpu or 'CPU'}", "", f"| {COLUMNS} |", "|" + "---|" * (COLUMNS.count("|") + 1)]
     found, missing = [], 0
-    for job in jobs():
+    for job in jobs(gpu):
         for run in sorted(job.runs, key=lambda run: (run.graph == "off", run.rank)):
             if (row := run.row(rows)) is None:
                 missing += 1
@@ -471,8 +476,11 @@ def job_times(job: Job, rows: list[dict], gpu: str | None) -> tuple[float, float
 def line(run: Run, row: dict, times: tuple[float, float] | None) -> str:
     cfg = configuration(run.recipe, run.keys)
     stage = f"pp {run.rank * cfg.parallel.pp // run.world} of {cfg.parallel.pp}"
-    more = [key.split(".", 1)[1] for key in run.keys if key.split("=")[0] not in ("precision.fp8", "precision.dtype")]
-    cells = [" ".join([run.recipe, *more]), run.world, row["dtype"] if row["fp8"] == "none" else f"FP8 {row['fp8']}"]
+    cells = [
+        record.named(run.recipe, run.keys),
+        run.world,
+        row["dtype"] if row["fp8"] == "none" else f"FP8 {row['fp8']}",
+    ]
     cells += [f"{run.rank} ({stage})", "on" if row["replayed"] else "off", row["microbatches"]]
     nodes = None if row["nodes"] is None else row["nodes"] / (row["layers"] * row["microbatches"])
     share = row["busy_seconds"] and row["step_seconds"] / row["busy_seconds"]

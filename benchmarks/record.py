@@ -12,6 +12,7 @@ import json
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -39,6 +40,12 @@ def _file(text: str) -> Path:
     if Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a folder; name a file in it")
     return Path(text)
+
+
+def named(recipe: str, keys: Sequence[str]) -> str:
+    """A recipe with the keys that change it, without their sections. Number formats have a column of their own."""
+    others = (key for key in keys if key.split("=")[0] not in ("precision.fp8", "precision.dtype"))
+    return " ".join([recipe, *(key.split(".", 1)[1] for key in others)])
 
 
 def append(args: argparse.Namespace, kind: str, figures: dict) -> dict:

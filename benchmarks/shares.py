@@ -103,7 +103,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", action="store_true", help="also print the kernels that take longest")
 
 
-def check(args: argparse.Namespace) -> None:
+def check_profile(args: argparse.Namespace) -> None:
     """Raises ValueError for a profile without a GPU."""
     if args.profile and not torch.cuda.is_available():
         raise ValueError("--profile lists a GPU's kernels, and there is no GPU; leave it out")

@@ -41,8 +41,8 @@ def main(argv: list[str] | None = None) -> dict:
     device, capability = measure.choose_device()
     with cli.user_errors(quiet=int(os.environ.get("LOCAL_RANK", 0)) > 0):
         rules.check(cfg, world, capability)
-        shares.check(args)
-        choose(cfg, device)
+        shares.check_profile(args)
+        choose(cfg, device)  # raises ValueError for what this device lacks
         data = build_data(cfg)
     with cli.user_errors(RunError):
         mesh = make_mesh(cfg, world, device, Listener(os.environ))

@@ -102,7 +102,7 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
             cfg = evaluation_only(cfg)
         if cfg.train.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it to be deterministic
-            torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms imports a compiler, for seconds
+            torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms also imports torch's compiler
         chosen = kernels.choose(cfg, device)
         try:
             check_room(cfg, world, device)

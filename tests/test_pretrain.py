@@ -56,14 +56,17 @@ def test_a_cpu_run_takes_the_plain_kernels_where_triton_is_installed():
     code = f"""
 import sys
 from minitron.pretrain import main
-sys.argv = ["pretrain", *{[*TINY, "train.steps=1"]!r}]
+sys.argv = ["pretrain", *{[*TINY, "train.steps=1", "train.deterministic=true"]!r}]
 main()
 print("loaded:", sorted({{"triton", "torch._inductor"}} & sys.modules.keys()))
+import torch
+print("mode:", torch.get_deterministic_debug_mode(), torch.are_deterministic_algorithms_enabled())
 """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr
     assert "kernels: plain" in done.stdout + done.stderr and "loaded: []" in done.stdout
+    assert "mode: 2 True" in done.stdout  # an operation that is not deterministic raises an error
 
 
 def test_what_a_run_leaves_and_that_its_own_config_repeats_it(tmp_path):

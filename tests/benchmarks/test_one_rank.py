@@ -304,13 +304,13 @@ def test_the_planners_exposed_traffic_is_added():
 
 
 def test_every_recipe_can_be_measured():
-    for job in recipes.jobs():
+    for job in recipes.jobs("H100"):
         cfg = recipes.configuration(job.main.recipe, job.main.keys)
         few = one_rank.fewer(cfg, job.main.world, Namespace(microbatches=None, graph="off"))
         rules.check(few, job.main.world)
         pp, stages = cfg.parallel.pp, {run.rank * cfg.parallel.pp // run.world for run in (*job.support, job.main)}
         assert stages == {0, pp // 2, pp - 1} and job.main.rank * pp // job.main.world == pp // 2
-    named = {job.main.recipe for job in recipes.jobs()}
+    named = {job.main.recipe for job in recipes.jobs("H100")}
     assert named == {
         path.stem
         for path in (record.ROOT / "configs").glob("*.yaml")
@@ -387,7 +387,7 @@ def test_missing_rows_are_run_until_the_time_is_over_and_shown(tmp_path, monkeyp
     assert recipes.main(missing) == 0 and begun() == [(0, "on")] * 2
     assert recipes.main(missing) == 0 and not begun()
     text = (tmp_path / "recipes.md").read_text()
-    seconds, quiet = recipes.job_times(next(recipes.jobs()), record.rows(results), "H200")
+    seconds, quiet = recipes.job_times(next(recipes.jobs("H200")), record.rows(results), "H200")
     first = "| gpt3_175b grad_dtype=bf16 | 128 | bf16 | 64 (pp 4 of 8) | on | 16 | 1.040 | 1.000 | 1.040 | 0.100 |"
     assert (
         f"{first} 140 | 70.0 | {seconds:.2f} | {quiet:.2f} |" in text
@@ -435,7 +435,7 @@ def test_rows_of_another_gpu_are_missing_here_and_have_a_table_of_their_own(tmp_
     row = {"dtype": "bf16", "fp8": "none", "replayed": True, "microbatches": 4, "layers": 16, "step_seconds": 1.0}
     row["gradients"] = recipes.configuration("llama3_8b", ()).optimizer.accumulates_in
     row |= dict.fromkeys(("busy_seconds", "host_seconds", "nodes"), None) | {"device_gib": 70.0}
-    (job,), rows = recipes.jobs(), []
+    (job,), rows = recipes.jobs(None), []
     for gpu in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"):
         identity = one_rank.identity(Namespace(config=job.main.config, world=8, graph="on"), job.main.rank)
         origin = {"gpu": gpu, "power_limit_watts": 700.0, "versions": {}, "time": "2026", "commit": "abc"}
@@ -453,7 +453,7 @@ def test_rows_of_another_gpu_are_missing_here_and_have_a_table_of_their_own(tmp_
 
 
 def test_a_recipe_whose_gradients_change_format_is_measured_again(monkeypatch):
-    (run,) = (job.main for job in recipes.jobs() if job.main.recipe == "llama3_8b_lora" and not job.main.keys)
+    (run,) = (job.main for job in recipes.jobs(None) if job.main.recipe == "llama3_8b_lora" and not job.main.keys)
     row = one_rank.identity(Namespace(config=run.config, world=run.world, graph="on"), run.rank)
     assert run.row([row]) is row and run.row([row | {"gradients": "bf16"}]) is None
     changed_to = changed(recipes.configuration(run.recipe, ()), optimizer=dict(grad_dtype="bf16"))
