@@ -40,7 +40,7 @@ class Recording(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # to skip it torch imports its whole compiler, in a second
+        return False  # to skip it torch imports its whole compiler
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))

@@ -412,7 +412,8 @@ def with_value(tree: Any, path: tuple, text: str) -> str:
 
 def checkpoint(folder: Path) -> tuple[Path, dict]:
     """A small checkpoint that a run resumes, and its index."""
-    warm.run("-m", "minitron.pretrain", *SMALL, f"checkpoint.dir={folder}", cwd=ROOT)
+    done = warm.run("-m", "minitron.pretrain", *SMALL, f"checkpoint.dir={folder}", cwd=ROOT)
+    assert done.returncode == 0, done.stderr
     [step] = folder.glob("step_*")
     index = json.loads((step / "index.json").read_text())
     del index["checksum"]

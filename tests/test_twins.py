@@ -59,7 +59,9 @@ GPT = dict(
     n_embd=32, n_layer=2, n_head=4, vocab_size=96, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
 )
 MODELS = {
-    "llama": lambda: transformers.LlamaConfig(**LLAMA, rope_theta=500.0, rope_scaling=SCALED),
+    "llama": lambda: transformers.LlamaConfig(
+        **LLAMA | {"num_hidden_layers": 3}, rope_theta=500.0, rope_scaling=SCALED
+    ),
     "llama tied": lambda: transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True),
     "mistral": lambda: transformers.MistralConfig(**LLAMA, sliding_window=None),
     "qwen 2.5": lambda: transformers.Qwen2Config(**LLAMA, rope_theta=500.0),

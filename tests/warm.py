@@ -24,7 +24,7 @@ PRELOAD = (
     "pytest",
     "hypothesis",
     "torch.fx.experimental.symbolic_shapes",
-    "torch._dynamo",  # the first full recomputation of a process imports it, in a second
+    "torch._dynamo",  # the first full recomputation of a process imports it
     "torch.distributed.run",
     "minitron.pretrain",
 )

@@ -92,12 +92,11 @@ def test_a_job_that_would_run(stage):
     "more, expected",
     [
         (
-            {"DTYPE": "", "VENV": "/nowhere", "SLURM_GPUS_PER_NODE": "8", "SPARE_NODES": "08", "MIN_NODES": "abc"}
+            {"DTYPE": "", "SLURM_GPUS_PER_NODE": "8", "SPARE_NODES": "08", "MIN_NODES": "abc"}
             | {"RESTARTS": "9" * 20, "SLURM_RESTART_COUNT": "PATH[0]", "MASTER_PORT": "70000"},
             {
                 "variables": [
                     "DTYPE= is neither fp8 nor bf16; submit with DTYPE=fp8 sbatch",
-                    "there is no /nowhere/bin/python; run launch/setup.sh",
                     "Slurm gave the job 0 GPUs a node; submit with --gres=gpu:8",
                     "SPARE_NODES=08 is not a number",
                     "MIN_NODES=abc is not a number",

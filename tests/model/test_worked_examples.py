@@ -92,7 +92,8 @@ def assert_layout(ranks, examples, monkeypatch):
         monkeypatch.setattr(test_invariance, "_twins", {})
         monkeypatch.setattr(test_invariance, "train_steps", run)  # of the one process
         assert_equals_one_process(ranks, world, LLAMA, change, axes(layout), run=run)
-        return test_invariance.twin(LLAMA, TINY, change)
+        size = test_invariance.size_for(world, config(LLAMA, axes(layout)).parallel)
+        return test_invariance.twin(LLAMA, size, change)
 
     return check
 

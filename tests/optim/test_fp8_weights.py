@@ -142,7 +142,8 @@ def assert_the_same_run(ranks, world, cfg, other, *args):
 )
 def test_a_run_is_the_one_that_casts_bf16_weights(ranks, world, layout, recipe):
     base = GPT3 if layout in ("pp=2", "tp=2", "cp=2") else LLAMA
-    more = {"train": {"global_batch_size": 6}} if world == 3 else {}
+    # of a pipeline, a second microbatch on each data rank
+    more = {"train": {"global_batch_size": 6 if world == 3 else 4 if "pp=2" in layout else 2}}
     more |= {"model": {"num_layers": 4}} if "vp" in layout else {}
     cfg, other = (config(base, SIZES, fp8(recipe, kept), axes(layout), more) for kept in (True, False))
     assert_the_same_run(ranks, world, cfg, other)
