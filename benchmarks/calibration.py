@@ -514,10 +514,11 @@ JUWELS Booster, 13B: no constant of its GPUs is measured. LoRA of 70B is planned
 it took a seventh longer than on 16. 7B's SFT in FP8: the same document trains as many tokens a second with four times
 the microbatches a step. Long sequences: rings of four and more are planned 7 to 11 % too slow. GPT-2 124M, in
 microbatches of 1,024 tokens, is planned too slow for both trainers: its kernels take 8 microseconds, and the H200's gap
-between longer ones is a third of its planned step. The same is seen on single ranks of 13B in FP8. JUBE's
-13B on an H100 is planned too fast, most in fp16. Megatron-core, of two and four GPUs: with tp 2 it is planned too fast, in FP8 most. Not counted are that its host waits for the norm of
-the gradients before it launches the update, and that the head's weight gradient, without apex, is added to the sum by a
-kernel of its own. Releases of one job differ by up to 7 %: no plan of a configuration can meet all of them.
+between longer ones is a third of its planned step. The same is seen on single ranks of 13B in FP8. JUBE's 13B on an
+H100 is planned too fast, most in fp16. Megatron-core, of two and four GPUs: with tp 2 it is planned too fast, in FP8
+most. Not counted are that its host waits for the norm of the gradients before it launches the update, and that the
+head's weight gradient, without apex, is added to the sum by a kernel of its own. Releases of one job differ by up to 7
+%: no plan of a configuration can meet all of them.
 
 Left out of the model of time: other jobs on the same switches, data, checkpoints, evaluation, and that power limits
 slow some kernels more than others. A run whose products and attention fill less than two thirds of its step is bound by
