@@ -43,7 +43,6 @@ if __name__ == "__main__":
 import torch
 
 from benchmarks import floor, measure, record, shares
-from benchmarks.floor import Work
 from benchmarks.partners import partners
 from benchmarks.programs import launch
 from minitron import train
@@ -179,7 +178,7 @@ def fewer(cfg: Config, world: int, args: argparse.Namespace) -> Config:
 
 def measured(
     cfg: Config, world: int, rank: int, args: argparse.Namespace, machine: Machine, laps: Laps
-) -> tuple[dict, Work]:
+) -> tuple[dict, floor.Work]:
     """Train one rank of `world`: (its figures, what its floor consists of)."""
     device, capability = measure.choose_device()
     with cli.user_errors():
@@ -195,7 +194,7 @@ def measured(
             return run(cfg, args, recorded(mesh, clock), clock, laps)
 
 
-def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, clock: Clock, laps: Laps) -> tuple[dict, Work]:
+def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, clock: Clock, laps: Laps) -> tuple[dict, floor.Work]:
     """Train on random tokens until the steps are alike: (the figures, what the floor consists of)."""
     t, device = cfg.train, mesh.device
     data = build_datasets(

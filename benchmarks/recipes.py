@@ -137,7 +137,7 @@ the rank are not there, what they send is made up ([`one_rank.py`](../one_rank.p
   and the last rank measured, and the traffic that the planner expects; beside it the same without traffic. Planned is
   the planner's step on the GPU of the table; published is what others measured on the GPU named, at first and at best,
   mostly with gradients in bf16 and GPT-3 with dropout. These are of the recipe's batch. Keys beside a recipe replace
-  those in it. The last rows of an H100 are the same jobs in layouts from a search (`tools/plan.py --search`).
+  those in it. The last rows of an H100 are the same jobs in layouts that `tools/plan.py --search` found.
 """
 TWO_GPUS = "Jobs of two GPUs: the step that both took (`benchmarks/step.py`), and what one rank at a time says of it."
 WHOLE_LABEL = (
