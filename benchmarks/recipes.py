@@ -67,6 +67,10 @@ ZB_405B = (
     *("parallel.tp=2", "parallel.pp=64", "parallel.vp=1", "parallel.cp=4", "parallel.cp_style=ulysses"),
     *("parallel.schedule=zb-h1", "parallel.layers_per_stage=null", "train.recompute=selective"),
 )
+TP4_405B = (
+    *("parallel.tp=4", "parallel.pp=16", "parallel.vp=4", "parallel.cp=4"),
+    *("parallel.layers_per_stage=null", "train.recompute=selective"),
+)
 DATA_PARALLEL = "parallel.pp=1", "parallel.vp=1", "parallel.layers_per_stage=null"
 # recipe, GPUs, network, keys of each number format; the first ones matter most. Rows are identified by these keys, so
 # keys that a recipe has adopted since are kept.
@@ -88,6 +92,7 @@ RECIPES = (
 # The same jobs on H100 in the fastest layouts that fit with a graph, by `tools/plan.py --search`.
 ULYSSES_70B = "parallel.tp=2", "parallel.vp=7", "parallel.cp=4", "parallel.cp_style=ulysses"
 PAIRS_175B = "train.micro_batch_size=2", "train.recompute=selective"
+MLPERF_TP2 = GRADIENTS, WEIGHTS, "parallel.tp=2", "parallel.pp=16", "parallel.vp=6", "train.global_batch_size=2048"
 FP8_175B = "precision.fp8=delayed", GRADIENTS, WEIGHTS, *PAIRS_175B
 FASTEST = (
     (
@@ -115,7 +120,8 @@ FASTEST = (
         "ndr400",
         (("train.micro_batch_size=4",), ("precision.fp8=delayed", "train.micro_batch_size=2")),
     ),
-    ("llama31_405b", 512, "ndr400", (("precision.fp8=delayed", GRADIENTS, WEIGHTS, *ZB_405B),)),
+    ("llama31_405b", 512, "ndr400", ((GRADIENTS, *TP4_405B), ("precision.fp8=delayed", GRADIENTS, WEIGHTS, *ZB_405B))),
+    ("gpt3_175b", 256, "ndr400", (("precision.fp8=delayed", *MLPERF_TP2),)),
 )
 CLOSELY = "gpt3_175b", "llama31_70b", "llama31_405b"
 CHECKED = "2gpu-8b-16layers-s8192-dp2", "2gpu-70b-4layers-tp2", "2gpu-175b-2layers-tp2", "2gpu-8b-16layers-pp2"
