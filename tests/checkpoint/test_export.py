@@ -1,8 +1,10 @@
 """What a server needs beside weights: tokenizer, ids, chat template, dropout; and exports beside a run's saves."""
 
 import base64
+import itertools
 import json
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -21,6 +23,7 @@ from minitron.interop import export as exporting
 from minitron.interop.export import Exporter
 from minitron.interop.hf_write import settings_of
 from minitron.interop.tokenizers import load_tokenizer
+from test_tokenizers import sentencepiece_file
 
 transformers = pytest.importorskip("transformers")
 library = pytest.importorskip("tokenizers")
@@ -122,6 +125,7 @@ def test_a_chat_model_has_its_template_and_ends_its_turns(tokenizers, tmp_path):
     assert ids == {"bos_token_id": ours.bos, "eos_token_id": [ours.eod, ours.special["<|eot_id|>"]]}
     theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "out"))
     assert theirs("x").input_ids == [ours.bos, *ours.encode("x")]
+    assert theirs("x", "y").input_ids == [ours.bos, *ours.encode("x"), ours.bos, *ours.encode("y")]
     whole = theirs.apply_chat_template(CHAT, tokenize=False)
     assert theirs(whole, add_special_tokens=False).input_ids == [i for part in encode_chat(CHAT, ours) for i in part]
     asked = theirs.apply_chat_template(CHAT[:1], tokenize=False, add_generation_prompt=True)
@@ -230,12 +234,121 @@ def test_a_run_from_an_import_passes_its_files_on(source, tokenizers, tmp_path, 
     reader.config["data"]["tokenizer"] = tokenizer.removeprefix("data.tokenizer=")
     (tmp_path / "same").mkdir()
     assert "with the tokenizer of" in hf_tokenizer.write_tokenizer(tmp_path / "same", reader, 500, None)[1]
+    (tmp_path / "named").mkdir()
+    hf_tokenizer.write_tokenizer(tmp_path / "named", reader, 500, tokenizers["hf"])
+    assert not (tmp_path / "named" / "chat_template.jinja").exists()
     reader.config["data"]["tokenizer"] = tokenizers["gpt2"]
     (tmp_path / "other").mkdir()
     ids, words = hf_tokenizer.write_tokenizer(tmp_path / "other", reader, 500, None)
     assert words == f"with the tokenizer of {tokenizers['gpt2']}"
     assert ids["eos_token_id"] == load_tokenizer(tokenizers["gpt2"]).eod
     assert not (tmp_path / "other" / "chat_template.jinja").exists()
+
+
+TOKENIZER_FILES = (
+    "tokenizer.json tokenizer.model tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json "
+    "merges.txt chat_template.jinja chat_template.json generation_config.json"
+).split()
+
+
+def test_an_import_keeps_files_and_ids_of_a_tokenizer_alone(tmp_path):
+    """Without settings of generation the ids of config.json, of which any may be 0."""
+    (source := tmp_path / "source").mkdir()
+
+    def kept(**config):
+        (folder := tmp_path / f"{len(list(tmp_path.iterdir()))}").mkdir()
+        (source / "config.json").write_text(json.dumps(config | {"vocab_size": 9}))
+        hf_tokenizer.keep(source, folder)
+        found = {path.name: path.read_text() for path in folder.glob("tokenizer/*")}
+        assert bool(found) == (folder / "tokenizer").exists()
+        return found
+
+    for pad in None, 3:
+        ids = {"bos_token_id": 0, "eos_token_id": [1, 2], "pad_token_id": pad}
+        ((name, text),) = kept(**ids).items()
+        assert name == "generation_config.json"
+        assert json.loads(text) == {key: number for key, number in ids.items() if number is not None}
+    assert not kept(eos_token_id=None) and not kept()
+    for name in *TOKENIZER_FILES, "tokenization_custom.py", "model.safetensors":
+        (source / name).write_text('{"eos_token_id": 5}')
+    assert kept(**ids) == dict.fromkeys(TOKENIZER_FILES, '{"eos_token_id": 5}')
+
+
+def reader_of(path, spec="corpus", load=None, kind=None):
+    """Weights of a run, as far as an export asks for them."""
+    sections = {"data": {"tokenizer": spec}, "checkpoint": {"load": load}, "finetune": {"kind": kind}}
+    return SimpleNamespace(path=path, index=path / "index.json", config={"model": {}, "precision": {}} | sections)
+
+
+def test_a_source_is_found_behind_many_runs_unless_one_has_its_files(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    runs = {
+        tmp_path / f"{i}": reader_of(tmp_path / f"{i}" / "step_1", load=f"~/{i - 1}" if i else "~/source")
+        for i in range(8)
+    }
+
+    def opened(path):
+        if path not in runs:
+            raise ValueError("no weights")
+        return runs[path]
+
+    monkeypatch.setattr(hf_tokenizer, "Reader", opened)
+    found = lambda: [hf_tokenizer.find_kept(run) for run in runs.values()]
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "config.json").touch()
+    assert found() == [tmp_path / "source"] * 8
+    (tmp_path / "5" / "tokenizer").mkdir(parents=True)  # of the checkpoint above its step
+    assert found() == [tmp_path / "source"] * 5 + [tmp_path / "5" / "tokenizer"] * 3
+    (tmp_path / "6" / "step_1" / "tokenizer").mkdir(parents=True)
+    (tmp_path / "source" / "config.json").unlink()
+    assert found() == [None] * 5 + [tmp_path / "5" / "tokenizer"] + [tmp_path / "6" / "step_1" / "tokenizer"] * 2
+
+
+def test_ids_are_the_same_if_their_number_and_a_text_s_are(tokenizers, tmp_path, monkeypatch):
+    monkeypatch.setattr("minitron.interop.tokenizers._try", lambda *_: "passed")
+    for kind in "hf", "gpt2":
+        folder, own = Path(tokenizers[kind].partition(":")[2]), load_tokenizer(tokenizers[kind])
+        for more, encode in itertools.product((0, 1), (own.encode, lambda text: [*own.encode(text), 1])):
+            run = SimpleNamespace(vocab_size=own.vocab_size + more, encode=encode)
+            assert hf_tokenizer.same_ids(folder, run) == (not more and encode == own.encode)
+    assert not hf_tokenizer.same_ids(tmp_path, own)
+    shutil.copytree(folder, tmp_path / "gpt2")
+    (tmp_path / "gpt2" / "tokenizer.json").write_text("{")  # then the other files are read
+    assert hf_tokenizer.same_ids(tmp_path / "gpt2", own)
+
+
+def test_settings_of_a_tokenizer(tmp_path):
+    for bos in 0, None, 9:
+        own = SimpleNamespace(special={"<b>": 0, "<e>": 3}, eod=3, bos=bos)
+        hf_tokenizer.write_settings(tmp_path, own, "Kind", legacy=False)
+        expected = {"tokenizer_class": "Kind", "clean_up_tokenization_spaces": False, "legacy": False}
+        expected |= {"eos_token": "<e>"} | ({"bos_token": "<b>"} if bos == 0 else {})
+        assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == expected
+
+
+@pytest.mark.parametrize("kind", [None, "sft"])
+@pytest.mark.parametrize("prefix", [True, False])
+def test_a_sentencepiece_model_begins_as_its_run_did(tmp_path, kind, prefix):
+    path = sentencepiece_file(tmp_path, add_dummy_prefix=prefix)
+    (tmp_path / "out").mkdir()
+    hf_tokenizer.write_tokenizer(tmp_path / "out", reader_of(tmp_path, f"llama2:{path}", kind=kind), 600, None)
+    settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert (settings["add_bos_token"], settings["add_prefix_space"]) == (kind == "sft", prefix)
+
+
+def test_a_folder_s_settings_of_generation_are_its_ids_else_those_of_its_tokens(tokenizers, tmp_path, monkeypatch):
+    """A vocabulary as large as the model's fits."""
+    monkeypatch.setattr("minitron.interop.tokenizers._try", lambda *_: "passed")
+    shutil.copytree(tokenizers["hf"][3:], tmp_path / "hf")
+    spec, own = f"hf:{tmp_path / 'hf'}", load_tokenizer(tokenizers["hf"])
+    for settings in None, {"eos_token_id": [499, 3], "pad_token_id": None, "temperature": 0.6}:
+        if settings:
+            (tmp_path / "hf" / "generation_config.json").write_text(json.dumps(settings))
+        (folder := tmp_path / f"{settings is None}").mkdir()
+        ids, _ = hf_tokenizer.write_tokenizer(folder, reader_of(tmp_path, spec), own.vocab_size, None)
+        written = json.loads((folder / "generation_config.json").read_text())
+        assert ids == {key: value for key, value in written.items() if value is not None}
+        assert written == settings or settings is None and written == {"eos_token_id": own.eod}
 
 
 def test_a_tokenizer_that_cannot_be_had(tokenizers, tmp_path, capsys):

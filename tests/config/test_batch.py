@@ -73,5 +73,6 @@ def test_skipped_samples_are_left_out_of_all(bounds):
 
 
 def test_the_final_size_of_every_step():
-    cfg = config(Config(), {"train": {"batch_ramp": (4, 4, 99)}, "data": {"skip_samples": ((0, 4),)}})
-    assert final(cfg) == Config()
+    for sizes in {"batch_ramp": (4, 4, 99)}, {"batch_schedule": ((0, 4), (9, 16))}:
+        cfg = config(Config(), {"train": sizes, "data": {"skip_samples": ((0, 4),)}})
+        assert final(cfg) == Config()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import types
 import typing
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -463,6 +464,8 @@ WIDE_BLOCKS = ["precision.fp8=block", "precision.fp8_head=true", "model.vocab_mu
 WIDE_BLOCKS += ["model.hidden_size=512", "model.ffn_hidden_size=512", "train.micro_batch_size=2"]
 EXPORTED_GPT = ["model.family=gpt", "model.positions=learned", "model.num_kv_heads=null"]
 EXPORTED_GPT += ["checkpoint.export=hf", "checkpoint.dir=x"]
+WSD, LORA = ["optimizer.lr_schedule=wsd"], ["finetune.kind=lora"]
+RAMP = ["train.batch_ramp=[4,4,1200]"]  # steps of 4 samples until 400 are trained
 
 
 @pytest.mark.parametrize(
@@ -827,6 +830,55 @@ EXPORTED_GPT += ["checkpoint.export=hf", "checkpoint.dir=x"]
         (["data.skip_samples=[[5,5]]"], 1, ["data.skip_samples=[[5, 5]] must be ranges"]),
         (["data.skip_samples=[[5,9],[7,12]]"], 1, ["data.skip_samples=[[5, 9], [7, 12]] must be ranges"]),
         (["data.skip_samples=[[-1,9]]"], 1, ["data.skip_samples=[[-1, 9]]: -1 is outside"]),
+        ([*FP8, "parallel.tp=2", "model.hidden_size=48", "model.head_dim=16"], 2, ["model.hidden_size/tp=24 "]),
+        ([*FP8, "parallel.tp=2", "model.ffn_hidden_size=48"], 2, ["model.ffn_hidden_size/tp=24 "]),
+        ([*FP8, "parallel.tp=2", "model.head_dim=4", "model.num_kv_heads=2"], 2, ["the q, k, v matrix / tp=24 "]),
+        ([*FP8, "parallel.cp=2", "train.seq_len=24", "train.micro_batch_size=2"], 2, ["micro_batch_size/cp=24 "]),
+        (
+            ["train.batch_ramp=[1,1,9]", "train.global_batch_size=10002", "train.micro_batch_size=1"],
+            1,
+            ["train.batch_ramp=[1, 1, 9] does not reach train.global_batch_size=10002"],
+        ),
+        ([*WSD, "optimizer.constant_steps=99", "optimizer.wsd_decay_steps=202"], 1, ["use at most 201"]),
+        ([*WSD, "optimizer.decay_steps=200", "optimizer.wsd_decay_steps=201"], 1, ["use at most 200"]),
+        ([*RAMP, "optimizer.decay_samples=80"], 1, ["after 80 samples, within the warm-up of 80"]),
+        (
+            [*RAMP, "optimizer.decay_steps=20", "optimizer.warmup_steps=0", "optimizer.warmup_samples=80"],
+            1,
+            ["optimizer.decay_steps=20 ends the decay after 80 samples, within the warm-up of 80"],
+        ),
+        (
+            ["data.source=sft", "data.paths=[a]", "train.epochs=2", "train.steps=999"],
+            1,
+            ["contradicts train.steps=999"],
+        ),
+        ([*LORA, "lora.targets=[gate]", "model.family=gpt"], 1, ["a gpt model has no gate", "q, k, v, o, up, down"]),
+        ([*LORA, "lora.targets=[qkv,k]"], 1, ["lora.targets=[qkv,k] must name each layer once"]),
+        ([*LORA, "lora.targets=[o,o]"], 1, ["lora.targets=[o,o] must name each layer once"]),
+        ([*LORA, "lora.targets=[]"], 1, ["lora.targets=[] must name"]),
+        (["data.source=indexed", "data.paths=[a,~nobody-here/x]"], 1, ["no user has the home directory ~nobody-here"]),
+        (["profile.kind=memory"], 1, ["profile.kind=memory writes into log.dir, which is null"]),
+        (
+            ["checkpoint.dir=a", "checkpoint.local_dir=b", "checkpoint.local_every=auto"],
+            1,
+            ["checkpoint.local_every=auto needs checkpoint.mtbf_hours"],
+        ),
+        (
+            [*WSD, "optimizer.decay_samples=99999", "optimizer.wsd_decay_steps=9"],
+            1,
+            ["optimizer.wsd_decay_steps=9 does not go with optimizer.decay_samples=99999"],
+        ),
+        (
+            [*LORA, "finetune.base=x", "checkpoint.load=y"],
+            1,
+            ["finetune.base=x does not go with checkpoint.load=y; drop it, or set checkpoint.load=null"],
+        ),
+        (["train.epochs=2"], 1, ["train.epochs=2.0 does not go with data.source=corpus"]),
+        (
+            ["data.source=indexed", "data.paths=[a]", "data.valid_paths=[a]"],
+            1,
+            ["data.valid_paths=[a] does not go with data.source=indexed"],
+        ),
     ],
 )
 def test_broken_rule(argv, world, parts):
@@ -858,6 +910,17 @@ def test_gpu_too_old(argv, capability, parts):
     message = error_of(argv, 1, capability)
     for part in parts:
         assert part in message
+
+
+@pytest.mark.parametrize("tp, cp, seq_len, positions", [(2, 1, 256, 256), (1, 2, 512, 256), (4, 4, 128, 128)])
+def test_attention_s_offsets_are_those_of_a_rank_s_heads_and_positions(tp, cp, seq_len, positions):
+    """Of 8 + 2 * 4 heads with 16 channels. A kernel takes 128 positions at least."""
+    most = ((1 << 31) - 1) // (256 // tp * positions)
+    for batch in most, most + 1:
+        train = dict(seq_len=seq_len, micro_batch_size=batch)
+        cfg = schema.changed(Config(), parallel=dict(tp=tp, cp=cp), train=train)
+        with pytest.raises(ValueError, match=f"use at most {most}$") if batch > most else nullcontext():
+            rules._check_attention(cfg)
 
 
 EPOCHS = ["data.source=sft", "data.paths=[docstrings]", "train.epochs=2"]  # how many steps these are is known later
@@ -904,6 +967,20 @@ EPOCHS = ["data.source=sft", "data.paths=[docstrings]", "train.epochs=2"]  # how
         (["optimizer.lr_schedule=constant", "optimizer.min_lr=1"], 1, None),
         (["profile.kind=nsys", "profile.start_step=1", "profile.end_step=300"], 1, None),
         ([*EPOCHS, "profile.kind=nsys", "profile.start_step=400", "profile.end_step=500"], 1, None),
+        ([*EPOCHS, "optimizer.constant_steps=400"], 1, None),
+        ([*FP8, "model.head_piece=40"], 1, None),  # the head is in bf16
+        ([*FP8, "precision.fp8_head=true", "model.vocab_size=1010", "model.vocab_multiple=16"], 1, None),
+        ([*FP8, "parallel.tp=2", "train.seq_len=16", "train.micro_batch_size=1"], 2, None),  # cast after the gather
+        (["train.batch_ramp=[1,2,9]", "train.global_batch_size=20001", "train.micro_batch_size=1"], 1, None),
+        ([*WSD, "optimizer.constant_steps=99", "optimizer.wsd_decay_steps=201"], 1, None),
+        ([*WSD, "optimizer.decay_steps=200", "optimizer.wsd_decay_steps=200"], 1, None),
+        ([*RAMP, "optimizer.decay_samples=81"], 1, None),
+        ([*LORA, "lora.targets=[q,k,v,o,up,down]", "model.family=gpt"], 1, None),
+        ([*LORA, "lora.targets=[gate]"], 1, None),
+        ([*FP8, "precision.fp8_params=true", "finetune.kind=sft"], 1, None),
+        (["checkpoint.every=auto"], 1, None),  # nothing is saved
+        (["log.prometheus='[::1]:65535'"], 1, None),
+        (["log.tensorboard=runs/events"], 1, None),
     ],
 )
 def test_kept_rules(argv, world, capability):

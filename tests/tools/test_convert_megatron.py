@@ -5,11 +5,14 @@ import io
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import zipfile
+from collections import OrderedDict
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -195,12 +198,13 @@ def source(request, tmp_path_factory):
 def test_every_tensor_is_that_of_the_same_model_from_hugging_face(source, tmp_path, stacked, capsys):
     gpt, model, expected = source
     tensors = megatron_of(model, gpt, stacked)
-    state = {"optimizer.state.exp_avg.decoder.x": torch.zeros(3), "decoder.layers.y._extra_state": io.BytesIO(b"x")}
+    others = "optimizer.state.exp_avg.decoder.x", "chained_0.optimizer.x", "rng_state", "rerun_state_machine_state"
+    state = dict.fromkeys(others, torch.zeros(3)) | {"decoder.layers.y._extra_state": io.BytesIO(b"x")}
     args = (GPT | {"vocab_size": 90}) if gpt else LLAMA
     folder = write(tmp_path / "iter_0000005", tensors | state, args)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("5\n")
     convert(tmp_path, tmp_path / "out")
-    assert "left out: 1 tensors of the optimizer, 1 objects" in capsys.readouterr().out
+    assert "left out: 4 tensors of the optimizer, 1 objects" in capsys.readouterr().out
     ours, wanted = weights_of(tmp_path / "out"), weights_of(expected)
     assert ours.keys() == wanted.keys()
     for name, tensor in wanted.items():
@@ -227,6 +231,24 @@ def test_without_arguments_keys_say_it_and_win(source, tmp_path):
     assert weights_of(tmp_path / "yaml")["head.norm.weight"].dtype == torch.bfloat16
     reader = Reader(tmp_path / "yaml")
     assert (reader.config["precision"]["dtype"], reader.iteration, reader.consumed_samples) == ("bf16", 0, 0)
+
+
+def test_a_tied_head_rows_without_padding_and_wider_norms(tmp_path, capsys):
+    """Weights get the format that holds all of them; the padding of minitron is the mean row."""
+
+    def change(tensors):
+        tensors.pop("output_layer.weight")
+        for name in tensors.keys() - {"decoder.final_layernorm.weight"}:
+            tensors[name] = tensors[name].bfloat16()
+
+    folder = llama(tmp_path, change, LLAMA | {"vocab_size": 96, "bias_gelu_fusion": False})
+    convert(folder, tmp_path / "out")
+    assert "GELU" not in capsys.readouterr().out
+    ours, model = weights_of(tmp_path / "out"), cli.load([str(tmp_path / "out" / "model.yaml")]).model
+    assert model.tie_embeddings and model.vocab_size == 96 and {w.dtype for w in ours.values()} == {torch.float32}
+    words = torch_dist.Reader(folder).read("embedding.word_embeddings.weight")
+    mean = words.double().mean(0).bfloat16().float().expand(32, -1)
+    assert torch.equal(ours["embedding.words.weight"], torch.cat([words.float(), mean]))
 
 
 def llama(tmp_path, change=None, args=LLAMA):
@@ -265,6 +287,12 @@ def llama(tmp_path, change=None, args=LLAMA):
         (None, {"num_query_groups": 4}, [], "linear_qkv.weight has shape [64, 32], and [96, 32] in the model that"),
         (None, {"num_attention_heads": 3}, [], "model.num_heads=3 does not divide model.hidden_size=32"),
         (None, {}, ["model.num_head=4"], "model.num_head"),
+        (
+            lambda t: t.update({"decoder.final_layernorm.weight": torch.ones(32, dtype=torch.float64)}),
+            {},
+            [],
+            "holds weights in torch.float64, not in ",
+        ),
         (None, {}, ["model.num_layers=3"], "has no decoder.layers.self_attention.linear_qkv.layer_norm_weight"),
     ],
 )
@@ -280,6 +308,9 @@ def test_other_folders_and_formats_are_named(tmp_path):
     assert "a pickle a rank, and loading one can run any code; save it with --ckpt-format torch_dist" in error_of(
         tmp_path / "old", tmp_path / "out"
     )
+    (tmp_path / "zarr" / "decoder.x").mkdir(parents=True)
+    (tmp_path / "zarr" / "decoder.x" / ".zarray").touch()
+    assert "is in the format zarr; save it with" in error_of(tmp_path / "zarr", tmp_path / "out")
     folder = llama(tmp_path)
     assert f"name one of its folders: {folder.name}" in error_of(tmp_path, tmp_path / "out")
     assert "exists already" in error_of(folder, folder)
@@ -314,6 +345,26 @@ def test_rope_is_scaled_by_megatron_s_factor_unless_another_is_given(readers, mo
     assert scaled() is None and scaled(use_rope_scaling=False, rope_scaling_factor=4.0) is None
     assert scaled(use_rope_scaling=True).factor == scaled(use_rope_scaling=True, rope_scaling_factor=None).factor == 8.0
     assert scaled(use_rope_scaling=True, rope_scaling_factor=4.0).factor == 4.0
+
+
+def test_tensors_give_sizes_and_arguments_the_rest(readers, monkeypatch):
+    """A vocabulary without padding has all rows. No groups of queries: as many k and v as q."""
+    model = lambda gpt, **args: model_with(readers[gpt], monkeypatch, (GPT if gpt else LLAMA) | args)
+    assert [model(False, vocab_size=size).vocab_size for size in (None, 96, 1)] == [96, 96, 1]
+    assert model(True, max_position_embeddings=128).max_positions == 64
+    assert model(False, max_position_embeddings=128).max_positions == 128
+    assert model(True, num_attention_heads=8).kv_heads == 8
+    assert model(False, num_attention_heads=8, group_query_attention=False).kv_heads == 8
+
+
+@pytest.mark.parametrize("fused", [True, False, None, "absent"])
+def test_an_exact_gelu_is_noted(readers, monkeypatch, fused):
+    """Of a GPT alone: a gated MLP has none."""
+    for gpt in False, True:
+        args = (GPT if gpt else LLAMA) | ({} if fused == "absent" else {"bias_gelu_fusion": fused})
+        monkeypatch.setattr(readers[gpt], "common", lambda args=args: args)
+        found = convert_megatron.model_of(readers[gpt], set(readers[gpt].names()), [], set())
+        assert found[1] == (gpt and fused is False)
 
 
 @pytest.mark.parametrize("heads", [0, -4, "4", 4.5, 3])
@@ -492,6 +543,16 @@ def test_enumerations_of_arguments_are_records_without_code(tmp_path):
     assert isinstance(made, torch_dist.Record) and made.args == (1,)
 
 
+def test_values_of_arguments_that_are_no_numbers_are_read(tmp_path):
+    """Paths, signals, ordered mappings: as records, and the model is the same."""
+    others = {"exit_signal": signal.SIGTERM, "save": Path("a/b"), "x": OrderedDict(b=1), "y": SimpleNamespace(c=2)}
+    reader = torch_dist.Reader(llama(tmp_path, args=LLAMA | others))
+    args = reader.common()
+    assert {name: args[name] for name in LLAMA} == LLAMA and args.keys() == LLAMA.keys() | others.keys()
+    assert args["exit_signal"].args == (signal.SIGTERM,) and args["save"].args == ("a", "b")
+    assert (args["x"].b, args["y"].c) == (1, 2)
+
+
 def test_damaged_files_are_named(tmp_path):
     folder = llama(tmp_path)
     whole = (folder / ".metadata").read_bytes()
@@ -528,6 +589,14 @@ def test_what_is_no_file_is_not_waited_for(tmp_path, name, what):
     else:
         (folder / name).symlink_to("/nowhere")
     error_of(folder, tmp_path / "o")
+
+
+@pytest.mark.parametrize("text, name", [("5\n", "iter_0000005"), ("12345678", "iter_12345678"), ("release", "release")])
+def test_the_newest_checkpoint_of_a_folder_is_found(tmp_path, text, name):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / ".metadata").touch()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
+    assert convert_megatron.find(tmp_path) == convert_megatron.find(tmp_path / name) == tmp_path / name
 
 
 @pytest.mark.parametrize("text", ["../other", "/etc", "", "9" * 5000, "\xb2", "a\0b"])
@@ -647,6 +716,45 @@ def test_a_chunk_s_place_that_is_none_is_refused(tmp_path, place):
     (folder / "__0_0.distcp").write_bytes(b"some bytes")
     with pytest.raises(ValueError, match="again"):
         torch_dist.Reader(folder).read("x")
+
+
+def test_any_row_is_joined_from_the_chunks_that_hold_it(tmp_path):
+    """A pinwheel, whose chunks lie behind each other in one file."""
+    whole, content, infos = torch.arange(24.0).view(4, 6), b"", {}
+    chunks = [((1, 1), (2, 2)), ((0, 0), (1, 3)), ((0, 3), (3, 3)), ((3, 1), (1, 5)), ((1, 0), (3, 1))]
+    for (row, column), (rows, columns) in chunks:
+        torch.save(whole[row : row + rows, column : column + columns].clone(), buffer := io.BytesIO())
+        infos[row, column] = SimpleNamespace(
+            relative_path="__0_0.distcp", offset=len(content), length=len(buffer.getvalue())
+        )
+        content += buffer.getvalue()
+    (tmp_path / "__0_0.distcp").write_bytes(content)
+    reader = torch_dist.Reader(index_with(tmp_path, chunks))
+    reader._places = {("x", place): info for place, info in infos.items()}
+    assert torch.equal(reader.read("x"), whole)
+    for row in range(4):
+        assert torch.equal(reader.read("x", row), whole[row])
+
+
+def test_tensors_may_have_as_many_bytes_as_all_files(tmp_path):
+    path = index_with(tmp_path, [((0, 0), (1000, 6))], shape=(1000, 6)) / "__0_0.distcp"
+    left = 1000 * 6 * 4 - (tmp_path / ".metadata").stat().st_size
+    path.write_bytes(bytes(left))
+    torch_dist.Reader(tmp_path)
+    path.write_bytes(bytes(left - 1))
+    with pytest.raises(ValueError, match="has 23999 bytes, and its .metadata tensors of 24000"):
+        torch_dist.Reader(tmp_path)
+
+
+def test_what_is_compressed_is_refused(tmp_path):
+    """Else seven bytes could become gigabytes."""
+    reader = torch_dist.Reader(index_with(tmp_path, [((0, 0), (4, 6))], transform_descriptors=["zstd"]))
+    with pytest.raises(ValueError, match="is compressed; save it without stream extensions"):
+        reader.read("x")
+    with zipfile.ZipFile(tmp_path / "common.pt", "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("x/data.pkl", pickle.dumps({"args": None, "x": "a" * 9999}))
+    with pytest.raises(ValueError, match="data.pkl is compressed"):
+        reader.common()
 
 
 @pytest.mark.parametrize(
