@@ -39,9 +39,9 @@ def inputs_of(of, m, f, dtype):
 
 
 def cast_and_sums(ops, of, inputs, into, sums):
-    """What one module makes of them; a backward alone can sum."""
+    """What one module makes of them; a backward alone can sum, and a cast leaves its input as it is."""
     function = getattr(ops, CASTS[of])
-    return function(*inputs, sums, into) if "backward" in of else (function(*inputs, into), None)
+    return function(*inputs, sums, into, over_x=True) if "backward" in of else (function(*inputs, into), None)
 
 
 def interpreted():
@@ -108,9 +108,18 @@ def norms(layer_norm, delta, kind):
     assert torch.equal(cast.rowwise.view(torch.uint8), expected.rowwise.view(torch.uint8))
     assert torch.equal(cast.rowwise_scale, expected.rowwise_scale) and torch.equal(amax[0], amax[1])
     twin = plain.add_norm(*inputs, CastInto(scale, amax[2], torch.float32))
+    assert torch.equal(total, twin[0])
+    assert_close_rel(statistics, twin[2], 1e-6, "of the sum in float16")
     exact = fused.add_norm(*inputs, CastInto(scale, None, torch.float32))[1]
     assert_close_rel(exact.rowwise, twin[1].rowwise, 1e-3, "norm and cast")
     assert_close_rel(amax[1], amax[2], 1e-3, "amax")
+    dy = randn(5, 5, 3, 72, dtype=torch.float16)
+    grads = (ops.add_norm_backward(dy, None, *twin[::2], weight, delta, False) for ops in (fused, plain))
+    for mine, wanted in zip(*grads):
+        assert (mine is None) == (wanted is None)
+        if mine is not None:  # sums of rows are float32
+            assert mine.dtype == wanted.dtype
+            assert_close_rel(mine, wanted, 1e-3, "backward")
 
 
 @pytest.mark.parametrize("of", CASTS)

@@ -63,7 +63,8 @@ def norms():
         mine, twins = (ops.add_norm((x, delta, delta_bias), weight, bias, 1e-5) for ops in (fused, plain))
         assert torch.equal(mine[0], twins[0]) and (with_delta or mine[0] is x)
         assert_twins(mine, twins, what=what)
-        dy, dtotal = randn(5, s, h, seed=5).transpose(0, 1), randn(s, 5, h, seed=6) if with_dtotal else None
+        dy, dtotal = (randn(5, s, h, seed=seed).transpose(0, 1) for seed in (5, 6))
+        dtotal = dtotal if with_dtotal else None
         inputs = dy, dtotal, *twins[::2], weight, with_bias, frozen
         assert_twins(*(ops.add_norm_backward(*inputs) for ops in (fused, plain)), what=what)
     q, weight, dqkv = 3 + randn(7, 2, 3, 16), 1 + randn(16, seed=1), randn(7, 2, 5, 16, seed=2)  # rows of one head
@@ -105,8 +106,8 @@ def merged():
     from minitron.kernels import fused
 
     for d in 16, 24:
-        lse, block_lse = 5 * randn(2, 3, 37), 5 * randn(2, 3, 37, seed=1)
-        # views, as the ring has them: [s, b, n, d] seen as [b, n, s, d], the second half of the positions
+        # views, as the ring has them: the second half of the positions, and [s, b, n, d] seen as [b, n, s, d]
+        lse, block_lse = (5 * randn(2, 3, 74))[..., 37:], 5 * randn(2, 3, 37, seed=1)
         out, block = (randn(74, 2, 3, d, seed=i).permute(1, 2, 0, 3)[:, :, 37:] for i in (2, 3))
         twin, twin_lse = out.clone(), lse.clone()
         fused.merge_(out, lse, block, block_lse)
@@ -118,7 +119,7 @@ def sums():
     from minitron.kernels import fused
 
     for parts, shape in [(2, (7, 48)), (4, (1, 5000))]:
-        x = randn(parts, *shape)
+        x = randn(parts, shape[0] + 1, shape[1])[:, 1:]  # pieces of longer parts
         assert_close_rel(fused.sum_parts(x), plain.sum_parts(x), CLOSE)
         onto, twin, out = x[0].clone(), x[0].clone(), torch.empty(shape, dtype=torch.float16)
         assert fused.sum_parts(x[1:], onto, out) is out and torch.equal(onto, twin)
@@ -137,9 +138,16 @@ def sums():
 def rows_added():
     from minitron.kernels import fused
 
-    ids, h = torch.randint(0, 40, (20, 3), generator=torch.Generator().manual_seed(1)), 2100  # two blocks, or three
-    rows = randn(20, 3, h)
+    h = 2100  # two blocks, or three
+    ids = torch.randint(0, 40, (3, 20), generator=torch.Generator().manual_seed(1)).t()
+    rows = randn(3, 20, h).transpose(0, 1)
     assert_close_rel(*(ops.add_rows_(torch.ones(16, h), ids, 12, rows) for ops in (fused, plain)), CLOSE)
+    for in_order, deterministic in (True, False), (False, True):  # the kernel has no order
+        torch.use_deterministic_algorithms(deterministic)
+        with mock.patch.object(plain, "add_rows_") as in_plain_torch:
+            fused.add_rows_(torch.ones(16, h), ids, 12, rows, in_order)
+        assert in_plain_torch.call_args.kwargs == {"in_order": True}
+    torch.use_deterministic_algorithms(False)
     # A table of 16 bits: the sum of an id's rows in float32, rounded once.
     start = randn(16, h, seed=2).half()
     for first in 12, 0:  # the second rank's part of a vocabulary, and one that begins with id 0
@@ -163,7 +171,7 @@ def cross_entropy():
             assert_twins(mine, twins, what=what)
         else:  # infinities have no distance
             assert all(map(torch.equal, mine, twins)), what
-        lse, dloss = 5 + randn(6, 2, seed=1), randn(6, 2, seed=2)
+        lse, dloss = 5 + randn(6, 2, seed=1), randn(6, 1, seed=2).expand(6, 2)
         inputs = labels, first, lse, dloss, num_ids
         grads = [ops.softmax_gradient_(logits.clone(), *inputs) for ops in (fused, plain)]
         assert not grads[0][..., num_ids:].any(), what
@@ -173,27 +181,28 @@ def cross_entropy():
 def adamw():
     from minitron.kernels import fused
 
-    n, hyper = 5000, AdamHyper(1e-2, (0.9, 0.999), 1e-8)
+    hyper = AdamHyper(1.0, (0.9, 0.999), 1e-8)  # updates are larger than the masters
     for dtype in torch.float32, torch.float16:  # the parameter is the master, or a cast of it
-        master, grad, seen = randn(n), randn(n, seed=1), []
-        pairs = []
-        for _ in range(2):
-            own = master.clone()
-            zeros = torch.zeros(n), torch.zeros(n)
-            pairs.append(AdamState(own, grad.clone(), *zeros, own if dtype == torch.float32 else own.to(dtype), 0.1))
+        pairs, seen = [], []
+        for n, decay in (5000, 0.1), (77, 0.0):
+            masters = randn(n), randn(n)
+            state = lambda own: (own, *torch.zeros(3, n), own if dtype == torch.float32 else own.to(dtype), decay)
+            pairs.append([AdamState(*state(own)) for own in masters])
         for step in 1.0, 2.0, 3.0:
             for found in 1.0, 0.0:  # a step that is skipped, and one that is not
                 numbers = [torch.tensor(number) for number in (step, 2.0, found)]
-                before = [tensor.clone() for tensor in pairs[0][:5]]
-                for state, ops in zip(pairs, (fused, plain)):
-                    state.grad.copy_(grad * step)
-                    ops.adamw_([state], *numbers, hyper, seen.append)
+                before = [tensor.clone() for mine, _ in pairs for tensor in (mine.master, *mine[2:5])]
+                for ops, states in zip((fused, plain), zip(*pairs)):
+                    for state in states:
+                        state.grad.copy_(randn(len(state.grad), seed=1) * step)
+                    ops.adamw_(states, *numbers, hyper, seen.append)
                 if found:
-                    unchanged = [before[0], *before[2:]], [pairs[0][0], *pairs[0][2:5]]
-                    assert all(map(torch.equal, *unchanged)), step
-            assert_twins(*([s.master, s.exp_avg, s.exp_avg_sq] for s in pairs), what=step)
-            assert torch.equal(pairs[0].param, pairs[0].master.to(dtype))
-        assert seen == [0] * 12
+                    after = [tensor for mine, _ in pairs for tensor in (mine.master, *mine[2:5])]
+                    assert all(map(torch.equal, before, after)), step
+            for pair in pairs:
+                assert_twins(*([s.master, s.exp_avg, s.exp_avg_sq] for s in pair), what=step)
+                assert torch.equal(pair[0].param, pair[0].master.to(dtype))
+        assert seen == [0, 1] * 12
 
 
 # By kernel: its arguments that are no pointers to float32, its constants, and warps. The format of activations is bf16.
