@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
@@ -12,6 +14,7 @@ import torch
 
 from attention_twin import PACKS, PLAIN_PACKS
 from layouts import GPT3, LLAMA, config, dataset_of, lowered, mesh_of
+from minitron.comm.activity import Progress
 from minitron.comm.mesh import Mesh
 from minitron.config.batch import final, trained_after
 from minitron.config.sizes import NODES_PER_LAYER
@@ -339,26 +342,109 @@ def test_steps_that_count_casts_and_cannot_be_recorded_stay_eager(ranks):
 @pytest.mark.parametrize("due", [False, True])
 def test_what_is_recorded_and_what_is_counted_meanwhile(monkeypatch, due):
     """Eager passes come first, to compile the kernels of each recording. Then casts are counted as before."""
-    counts, done, m = CastCounts(["a layer"]), [], 4
-    eager = SimpleNamespace(counts=counts, reset=lambda: None, finish=None)
+    counts, done, m, mesh, log = CastCounts(["a layer"]), [], 4, Mesh.offline(1), Lines()
+    mesh.activity.progress = Progress(*torch.zeros(2, 2, dtype=torch.int64))  # as on a GPU
+    eager = SimpleNamespace(counts=counts, reset=lambda: done.append("reset"), finish=None)
     eager.evaluate = lambda batches: done.append(("eager evaluation", counts.on))
     eager.forward_backward = lambda batches: done.append(("eager step", counts.on))
     actions = lambda m, training: (make if training else forward_only)(2, 1, m).ranks[0]
     eager.executor = SimpleNamespace(pp=SimpleNamespace(size=2), actions=actions)
 
     def record(recorder, planned, batches, start, end):
+        mesh.activity.ended()  # of an action that does not run yet
         done.append((len(planned), len(batches), counts.on))
         return SimpleNamespace(nodes=0, seconds=0.0)
 
     monkeypatch.setattr(graph, "Recording", record)
     monkeypatch.setattr(graph, "MOST_NODES", m * NODES_PER_LAYER)  # half of a step of two layers
-    recorder = SimpleNamespace(used=lambda: 0)
-    runner = graph.Replay(eager, Mesh.offline(1), 2, evaluates=3, recorder=lambda: recorder)
+    used = iter(2**30 * n for n in (9, 2, 3, 9, 3, 5, 9, 5, 9))  # before each reset, behind it and behind the recording
+    recorder = SimpleNamespace(used=lambda: next(used))
+    runner = graph.Replay(eager, mesh, 2, evaluates=3, log=log, recorder=lambda: recorder)
     counts.count(due)
     runner._record_all(["batch"] * m)
     (graphs, *counting) = done.pop()
     assert graphs > 2 and counting == [m, True] and counts.on == due
-    assert done == [("eager evaluation", due), ("eager step", True), (2, m, False), (2, 3, False)]
+    recorded = ["reset", (2, m, False), "reset", (2, 3, False), "reset"]
+    assert done == [("eager evaluation", due), ("eager step", True), *recorded]
+    assert not mesh.activity.progress.queued[-1][1]
+    assert [re.search(r"([\d.]+) GiB more", line)[1] for line in log.lines] == ["1.00", "2.00", "4.00"]
+
+
+@pytest.mark.parametrize("pp, m", [(1, 1), (1, 2), (1, 5), (2, 4)])
+def test_a_recording_is_one_pass_whose_graphs_take_their_own_batches(monkeypatch, pp, m):
+    """Each graph ends with all its messages, the last one also with the pass. Replays compute the batches in order."""
+    happened, batches = [], [torch.tensor([mb]) for mb in range(m)]
+
+    def batch(packed):
+        return SimpleNamespace(packed=packed, static_copy=lambda: batch(packed.clone()))
+
+    class OnePass:
+        executor = SimpleNamespace(pp=SimpleNamespace(activity=SimpleNamespace(begin=lambda what: None)))
+        run_actions = lambda self, actions: happened.append(actions)
+        join = lambda self: happened.append("join")
+        finish = lambda self: happened.append("finish") or "the loss"
+
+    def start(static):
+        happened.append("start")
+        return OnePass()
+
+    class Recorder:
+        def record(self, work):
+            work(), happened.append("recorded")
+            shown = lambda: happened.append([int(x.packed) for x in made.static.values()])
+            return SimpleNamespace(nodes=10, replay=shown)
+
+    monkeypatch.setattr(graph, "MOST_NODES", 10)
+    planned = graph.segments(make(pp, 1, m).ranks[0], pp, m, 1)
+    made = graph.Recording(Recorder(), planned, list(map(batch, batches)), start, lambda: happened.append("end"))
+    ends = [["recorded"]] * (len(planned) - 1) + [["finish", "end", "recorded"]]
+    assert happened == ["start"] + [x for cut, end in zip(planned, ends) for x in (cut.actions, "join", *end)]
+    happened.clear()
+    assert made.replay([batch(x + 10) for x in batches]) == "the loss"
+    replays, static = [], {mb: mb for mb in made.static}
+    for segment in planned:
+        for microbatches in segment.launches:
+            static |= {mb if mb in static else 1: mb + 10 for mb in microbatches}
+            replays.append([*static.values()])
+    assert happened == replays and made.nodes == 10 * len(replays)
+
+
+class FakeCuda:
+    """Stands in for torch.cuda where graphs are recorded."""
+
+    def __init__(self):
+        self.stream, self.pools = "main", []
+        self.graph_pool_handle = object
+        self.synchronize = self.empty_cache = lambda: None
+        self.mem_get_info = lambda: (30, 100)
+        self.current_stream = lambda: self.stream
+        self.set_stream = lambda stream: setattr(self, "stream", stream)
+
+    def CUDAGraph(self, keep_graph):
+        return SimpleNamespace(instantiate=lambda: None, replay="replay", raw_cuda_graph=lambda: 0)
+
+    @contextmanager
+    def graph(self, graph, pool, capture_error_mode):
+        assert capture_error_mode == "thread_local" and not gc.isenabled()
+        self.pools.append(pool)
+        self.stream = "recorded"
+        yield
+        self.stream = "main"
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_all_graphs_share_memory_and_one_that_fails_leaves_the_stream_as_it_was(monkeypatch, collects):
+    monkeypatch.setattr(torch, "cuda", cuda := FakeCuda())
+    recorder, was = graph.CudaRecorder(), gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        assert recorder.used() == 70
+        assert recorder.record(lambda: None).replay == "replay"
+        with pytest.raises(RuntimeError, match="not permitted"):
+            recorder.record(mock.Mock(side_effect=RuntimeError("not permitted")))
+        assert cuda.stream == "main" and cuda.pools == [recorder.pool] * 2 and gc.isenabled() == collects
+    finally:
+        (gc.enable if was else gc.disable)()
 
 
 @pytest.mark.parametrize("make", [forward_only, make], ids=["evaluation", "step"])

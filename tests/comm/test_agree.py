@@ -64,6 +64,19 @@ def test_all_ranks_get_the_answer_of_rank_0(ranks, world, fan_out):
 
 
 @mock.patch.object(agree, "FAN_OUT", 2)
+def agreed_by_two():
+    """What this rank gets by each of two agreements of a process group, and how long their groups wait."""
+    rank, size, limit = dist.get_rank(), dist.get_world_size(), timedelta(seconds=20)
+    agreements = [Agreement.create(rank, size, limit) for _ in range(2)]
+    waits = {level.group.options._timeout for agreement in agreements for level in agreement.levels}
+    return [agreement.decide(lambda: rank, list) for agreement in agreements[::-1]], waits
+
+
+def test_a_process_group_may_have_several_agreements_which_wait_for_a_slow_disk(ranks):
+    assert ranks(3, agreed_by_two) == [([[0, 1, 2]] * 2, {agree.PATIENCE})] * 3
+
+
+@mock.patch.object(agree, "FAN_OUT", 2)
 def failed(which, kind):
     """The class and text of the error that this rank sees, in a tree of pairs, and that agreeing goes on afterwards."""
     rank, agreement, seen = dist.get_rank(), Mesh.create().agreement, []

@@ -1,9 +1,12 @@
 """Every collective against its plain twin on whole tensors, and every backward against the transpose."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from minitron.comm import collectives
+from minitron.comm.activity import Activity
 from minitron.comm.mesh import Axis, Mesh
 from minitron.testing import assert_close_rel
 
@@ -123,3 +126,64 @@ def test_indivisible_dimension_is_named():
     axis = Axis("tp", 0, 4, (0, 1, 2, 3))
     with pytest.raises(ValueError, match=r"dimension 0 of \(6, 2\) is not divisible by the 4 ranks of axis 'tp'"):
         collectives.split(torch.zeros(6, 2), axis)
+
+
+class Noted(Activity):
+    """Keeps what it is told."""
+
+    __slots__ = ("told",)
+
+    def __init__(self):
+        super().__init__()
+        self.told = []
+
+    def record(self, kind, axis, x, ranks):
+        self.told.append(("record", kind, tuple(x.shape), ranks))
+
+    def enter(self, kind, axis, num_bytes, waits=True):
+        self.told.append((kind, axis.name, num_bytes, waits))
+
+
+def noted():
+    """What a rank of two dp groups of two notes of each collective; what it gathers as JSON, and a least value."""
+    mesh = Mesh.create(tp=2)
+    axis, told = replace(mesh.dp, activity=(activity := Noted())), {}
+    x, wide, received, peer = torch.zeros(3), torch.zeros(6), [torch.empty(3), torch.empty(6)], 1 - axis.rank
+    for name, run in {
+        "all_reduce": lambda: collectives.all_reduce_(wide, axis),
+        "later": lambda: collectives.all_reduce_(wide, axis, wait=False).wait(),
+        "gather": lambda: collectives.all_gather_into(wide, x, axis),
+        "scatter": lambda: collectives.reduce_scatter_into(x, wide, axis),
+        "all_to_all": lambda: collectives.all_to_all_into(torch.empty(6), wide, axis),
+        "exchange": lambda: collectives.exchange(axis, [(peer, x), (peer, wide)], [(peer, y) for y in received]).wait(),
+    }.items():
+        run()
+        told[name] = activity.told[:]
+        activity.told.clear()
+    values = [None, {"é": mesh.rank}] if axis.rank else "short"
+    least = collectives.all_reduce_(torch.tensor([mesh.rank]), axis, op=torch.distributed.ReduceOp.MIN).wait()
+    return axis.ranks, told, collectives.gather_json(values, axis, torch.device("cpu")), least.tolist()
+
+
+def test_a_collective_is_noted_with_its_input_its_ranks_and_whether_it_waits(ranks):
+    """What a dry run counts, and what is logged of a rank that hangs."""
+    for rank, (members, told, gathered, least) in enumerate(ranks(4, noted)):
+        assert members == (rank % 2, rank % 2 + 2)
+        peer = (members[rank // 2 - 1],)
+        assert told == {
+            "all_reduce": [("record", "all-reduce", (6,), members), ("all-reduce", "dp", 24, True)],
+            "later": [
+                ("record", "all-reduce", (6,), members),
+                ("all-reduce", "dp", 24, False),
+                ("all-reduce", "dp", 24, True),
+            ],
+            "gather": [("record", "all-gather", (3,), members), ("all-gather", "dp", 12, True)],
+            "scatter": [("record", "reduce-scatter", (6,), members), ("reduce-scatter", "dp", 24, True)],
+            "all_to_all": [("record", "all-to-all", (6,), members), ("all-to-all", "dp", 24, True)],
+            "exchange": [
+                *(("record", kind, (n,), peer) for kind in ("send", "recv") for n in (3, 6)),
+                ("exchange", "dp", 72, False),
+                ("exchange", "dp", 72, True),
+            ],
+        }
+        assert gathered == ["short", [None, {"é": members[1]}]] and least == [members[0]]

@@ -3,7 +3,9 @@
 import math
 import time
 from collections import Counter
+from datetime import timedelta
 from itertools import product
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minitron.comm.activity import Activity, Progress
+from minitron.comm.agree import Agreement
 from minitron.comm.mesh import AXES, Mesh, _data_ranks_of_a_node, offline_axes
 from minitron.planner.dryrun.dryrun import fake_world
 
@@ -55,6 +58,7 @@ def test_offline_coordinates_are_lines_of_an_array_of_ranks(pp, dp, cp, tp):
             for name, line in lines_through(ranks, place).items()
         }
         assert all(getattr(mesh, name).group is None for name in NAMES)
+        assert mesh.in_node is mesh.dp_cp and mesh.across_nodes.ranks == (rank,)
 
 
 @given(pp=sizes, dp=sizes, cp=sizes, tp=sizes)
@@ -181,6 +185,31 @@ def untied():
 
 def test_without_tied_embeddings_nobody_makes_their_group(ranks):
     assert ranks(4, untied) == [((rank,), None) for rank in range(4)]
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2, "pp": 4}, {"pp": 2, "cp": 2}, {"pp": 8}], ids=str)
+def test_over_nccl_one_split_makes_the_pairs_of_tied_stages(sizes):
+    """All ranks name the same pairs, and each rank that ties its embeddings is in that of its axis."""
+    with fake_world(8, 0), mock.patch.object(dist, "split_group", return_value=(group := dist.group.WORLD)) as split:
+        nccl = mock.patch.object(dist, "get_backend", lambda *_: "nccl")
+        with nccl, mock.patch.object(Agreement, "create", lambda *_: Agreement()):
+            mesh = Mesh.create(**sizes, device="meta")
+    members = [Mesh.offline(8, rank, **sizes).tied_stages.ranks for rank in range(8)]
+    assert split.mock_calls == [mock.call(split_ranks=[list(pair) for pair in sorted(set(members)) if len(pair) > 1])]
+    assert mesh.tied_stages.group is group
+
+
+def limits():
+    """The time limits of this rank's groups, after one in which only the world's was set."""
+    mesh = Mesh.create(pp=2, tp=2, timeout=timedelta(seconds=77), node_ranks=2)
+    groups = {name: axis.group for name, axis in vars(mesh).items() if getattr(axis, "group", None) is not None}
+    return {name: group._get_backend(torch.device("cpu")).options._timeout for name, group in groups.items()}
+
+
+def test_every_group_has_the_time_limit_of_collectives(ranks):
+    for found in ranks(8, limits):
+        assert found.keys() >= {"pp", "dp", "tp", "dp_cp", "tied_stages", "world", "across_nodes"}
+        assert set(found.values()) == {timedelta(seconds=77)}
 
 
 def test_levels_are_made_where_each_node_has_as_many_data_ranks():

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from layouts import config
 from minitron.comm import shared_memory
+from minitron.comm.activity import Activity
 from minitron.comm.mesh import Axis, Mesh
 from minitron.kernels import plain
 from minitron.kernels.gemm import Payload
@@ -96,12 +98,32 @@ def test_parts_are_rounded_once_however_many_there_are(onto):
     assert ((total.double() - exact).abs() <= (1e-5 if onto else 2.0**-8 * exact.abs() + 1e-5)).all()
 
 
+class Waits(Activity):
+    """Counts how often the current stream begins to wait for others, and whether it still does."""
+
+    def __init__(self):
+        super().__init__()
+        self.times, self.waiting = 0, False
+
+    def pause(self):
+        self.times, self.waiting = self.times + (not self.waiting), True
+
+    def resume(self):
+        self.waiting = False
+
+    def around(self, run):
+        """Return run(), in which this rank has waited, and after which it waits no more."""
+        before, result = self.times, run()
+        assert self.times > before and not self.waiting
+        return result
+
+
 def methods(folder, size):
     """Call every method several times, with operands that grow: [(by symmetric memory, by the process group), ...].
 
     float32 results are exact: small numbers in float8, scales that are powers of two.
     """
-    axis, pairs = Mesh.create(tp=size).tp, []
+    axis, pairs = dataclasses.replace(Mesh.create(tp=size).tp, activity=(activity := Waits())), []
     draw = torch.Generator().manual_seed(axis.rank)
 
     def payload(m):
@@ -121,19 +143,24 @@ def methods(folder, size):
             exact, rounded = partial(product, weight), partial(product, summands)
             results = []
             for comm, rounding in comms:  # a run's products are of one dtype
-                y, kept = comm.gather_matmul(x, exact, N, keep=True)
+                y, kept = activity.around(lambda: comm.gather_matmul(x, exact, N, keep=True))
                 results.append(
                     [
-                        *comm.start_gather(x).wait()[:2],
+                        *activity.around(comm.start_gather(x).wait)[:2],
                         *comm.start_gather(columns).wait()[2:],
                         *kept[:2],
                         y,
-                        rounding.matmul_scatter(whole, rounded, N),
-                        rounding.start_matmul_scatter(whole, rounded, N).wait(),
+                        activity.around(lambda: rounding.matmul_scatter(whole, rounded, N)),
+                        activity.around(rounding.start_matmul_scatter(whole, rounded, N).wait),
                     ]
                 )
                 assert comm.gather_matmul(x, exact, N)[1] is None
             pairs += zip(*results, strict=True)
+        given_up = by_copies[1]
+        given_up.begin_pass(), given_up.start_gather(x), given_up.reset()
+        assert torch.equal(given_up.start_gather(x).wait().rowwise.float(), results[0][0].float())
+        # Two buffers for a gather, whose two parts begin at multiples of 256 bytes, and two for a scatter in bf16.
+        assert given_up.nbytes == 2 * (2 * 256 + size * M * scale * N * 2)
     return [(mine.float(), other.float(), mine.dtype == torch.bfloat16) for mine, other in pairs]
 
 
@@ -156,6 +183,25 @@ def test_pieces_double_and_each_stage_has_the_same_ranks_on_both_sides(size):
             assert all(rank in pieces[source][i].ranks for source in piece.ranks)
     for reads in zip(*([source for piece in mine for source in piece.ranks] for mine in pieces)):
         assert len(set(reads)) == size  # at any time from another one
+
+
+def test_each_view_of_a_buffer_is_made_once_and_is_its_own():
+    """A layer's pieces and formats share a buffer, so views may differ in one thing alone."""
+    made = []
+    buffer = object.__new__(shared_memory.SymmetricBuffer)
+    buffer._views, buffer._memory = {}, SimpleNamespace(get_buffer=lambda *place: made.append(place) or place)
+    places = list(
+        itertools.product((0, 1), (torch.Size((4, 2)), torch.Size((2, 4))), (torch.uint8, torch.float8_e4m3fn), (0, 8))
+    )
+    assert [buffer.view(*place) for place in places * 2] == places * 2 and made == places
+
+
+def test_after_a_block_launches_are_on_the_main_stream_again():
+    with mock.patch.object(torch.cuda, "set_stream", create=True) as set_stream:
+        with pytest.raises(RuntimeError, match="broken"), shared_memory.OnStream("copies", "main"):
+            assert set_stream.mock_calls == [mock.call("copies")]
+            raise RuntimeError("broken")
+    assert set_stream.mock_calls == [mock.call("copies"), mock.call("main")]
 
 
 def layers(folder, tp, recompute):

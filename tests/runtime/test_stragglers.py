@@ -135,7 +135,7 @@ def test_all_own_work_is_timed_and_no_wait(ranks, layout, share, recorded_steps)
 
 
 def test_pauses_do_not_count():
-    now = iter([10, 13, 20, 27, 100, 101])
+    now = iter([10, 13, 20, 27, 100, 101, 200, 204, 300, 310, 400, 405])
     watch = Stopwatch(CPU, lambda total, sign: total.add_(sign * next(now)))
     watch.pause()  # outside of an action: an evaluation's collectives
     watch.resume()
@@ -146,8 +146,14 @@ def test_pauses_do_not_count():
     watch.end()
     watch.begin()
     watch.end()
+    watch.begin()
+    watch.pause()  # for a collective that fails; another pass begins
+    watch.begin()
+    watch.pause()
+    watch.resume()
+    watch.end()
     watch.read_into(reading := torch.zeros((), dtype=torch.int64))
-    assert reading == (13 - 10) + (27 - 20) + (101 - 100)
+    assert reading == (13 - 10) + (27 - 20) + (101 - 100) + (204 - 200) + (310 - 300) + (405 - 400)
 
 
 def test_the_host_s_clock_is_read_to_the_nanosecond(monkeypatch):
