@@ -8,10 +8,12 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from minitron.runtime import environment
+from minitron.runtime import environment, startup
+from minitron.runtime.log_formats import Iteration
 from minitron.runtime.startup import Startup
 
 ROOT = Path(__file__).parents[2]
@@ -145,6 +147,30 @@ def test_a_rank_without_a_supervisor_and_of_one_begins():
     assert Startup(round_, None, 10.0, 12.0).parts == parts
 
 
+def test_a_start_is_divided_into_parts_without_gaps(monkeypatch):
+    rows, lines, now = [], [], [110.0]
+    log = SimpleNamespace(record=lambda kind, **values: rows.append((kind, values)), info=lines.append)
+    monkeypatch.setattr(startup, "time", lambda: now[0])
+    start = Startup({"MINITRON_ROUND": '{"round": 2, "detect_seconds": 1.5, "at": 90.0}'}, log, 100.0, 103.0)
+    for part, now[0] in ("build", 110.0), ("load", 114.0), ("prepare", 115.0):
+        start.mark(part)
+    now[0] = 200.0
+    for step, seconds in (6, 2.5), (7, 1.0):
+        start.on_figures(Iteration(step, 1, 1.0, 1.0, 1.0, 1.0, seconds, batch_size=1))
+    seconds = {
+        "detect": 1.5,
+        "start": 10.0,
+        "import": 3.0,
+        "build": 7.0,
+        "load": 4.0,
+        "prepare": 1.0,
+        "first_step": 2.5,
+    }
+    assert rows == [("start", {"step": 6, "round": 2} | {f"{part}_seconds": s for part, s in seconds.items()})]
+    (line,) = lines
+    assert line.startswith("29.0 s ") and all(f"{part} {s:.1f}" in line for part, s in seconds.items())
+
+
 def test_threads_that_wait_sleep_soon_unless_the_user_has_said_how_they_wait(monkeypatch):
     monkeypatch.setattr(environment, "raise_file_limits", lambda environ: None)
 
@@ -154,3 +180,13 @@ def test_threads_that_wait_sleep_soon_unless_the_user_has_said_how_they_wait(mon
 
     assert 0 < int(spins({})) == int(spins({"OMP_NUM_THREADS": "4"})) < 100_000
     assert spins({"GOMP_SPINCOUNT": "7"}) == "7" and spins({"OMP_WAIT_POLICY": "active"}) is None
+
+
+@pytest.mark.parametrize("mine", [(), ("TRITON_CACHE_DIR",), (*environment.CACHES, *environment.DEFAULTS)])
+def test_what_the_user_has_set_stays_and_the_rest_is_set(tmp_path, monkeypatch, mine):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(environment, "raise_file_limits", lambda environ: None)
+    environment.set_defaults(environ := dict.fromkeys(mine, "mine") | {"OMP_WAIT_POLICY": "active"})
+    caches = {name: f"{tmp_path}/minitron-{os.getuid()}/{below}" for name, below in environment.CACHES.items()}
+    assert environ == environment.DEFAULTS | caches | dict.fromkeys(mine, "mine") | {"OMP_WAIT_POLICY": "active"}
+    assert len({*caches.values()}) == 2

@@ -15,6 +15,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,7 +30,7 @@ import warm
 from fault_run import PATIENCE, PYTHONPATH, ROOT, TINY, Run
 from minitron import pretrain
 from minitron.checkpoint.directory import checkpoints
-from minitron.comm.activity import Activity, Progress
+from minitron.comm.activity import Activity, PeerLost, Progress
 from minitron.comm.mesh import Axis, Mesh
 from minitron.config.schema import Config, PrecisionConfig
 from minitron.data.indexed import IndexedWriter
@@ -40,7 +41,7 @@ from minitron.runtime import stop as stop_module
 from minitron.runtime.log import Iteration, Log
 from minitron.runtime.rendezvous import SignedStore, Signer
 from minitron.runtime.signals import Listener
-from minitron.runtime.status import LOST
+from minitron.runtime.status import LOST, RanksLost
 from minitron.runtime.stop import Diverged, Stop
 from ports import free_port
 
@@ -171,6 +172,25 @@ def test_a_hang_is_reported_once_and_ends_a_rank_in_time_for_the_others(monkeypa
     assert seen.hangs and ends == [(seen.grace, watch.HUNG)]
     (line, status), text = said
     assert status == watch.HUNG and "has not moved" in line and action in text and "test_faults.py" in text
+
+
+def test_the_first_rank_that_hangs_lists_all_ranks(monkeypatch):
+    """Rank 3 of four writes nothing."""
+    shared, said = dist.HashStore(), {rank: [] for rank in range(3)}
+    shared.set_timeout(timedelta(seconds=5))
+    watches = [
+        watch._Watch(Mesh.offline(4, rank), SimpleNamespace(alarm=said[rank].append), 1.0, Listener({}), Signer())
+        for rank in range(3)
+    ]
+    for one, action in zip(watches, ("data", "data", "update")):
+        one.mesh.activity.begin(action)
+    monkeypatch.setattr(watch, "connect", lambda signer: SignedStore(shared, signer))
+    monkeypatch.setattr(watch, "sleep", lambda _: [watches[rank]._report_all() for rank in (0, 1)])
+    watches[2]._report_all()
+    (text,) = said[2]
+    places = dict(line.strip().split(": ", 1) for line in text.splitlines()[1:])
+    assert places == {"ranks 0, 1": "step 0, data", "rank 2": "step 0, update", "rank 3": "no report"}
+    assert not said[0] and not said[1]
 
 
 @pytest.mark.parametrize("seconds, grace", [(0.2, 2.0), (20.0, 2.0), (100.0, 10.0), (600.0, 30.0)])
@@ -487,6 +507,28 @@ def test_whoever_was_told_to_end_and_waits_for_the_dead_gives_up(stop, capsys, m
     stop.mesh.activity.begin("checkpoint")
 
 
+def test_after_sigterm_only_what_others_may_keep_waiting_ends_a_rank(stop, monkeypatch):
+    monkeypatch.setattr(stop_module, "PATIENCE_SECONDS", -1.0)
+    for local, action, ends in [
+        (signal.SIGTERM, "data", False),
+        (signal.SIGTERM, "datasets", False),
+        (signal.SIGTERM, "checkpoint", False),
+        (signal.SIGTERM, "load", False),
+        (signal.SIGTERM, "profile", False),
+        (signal.SIGTERM, "recording", False),
+        (signal.SIGTERM, "update", True),
+        (signal.SIGTERM, Backward(0, 0, True), True),
+        (signal.SIGUSR1, "update", False),
+        (signal.SIGINT, "update", False),
+    ]:
+        stop.ends.clear()
+        stop.local_signal = local
+        stop.mesh.activity.begin(action)
+        stop._on_tick()
+        assert bool(stop.ends) == ends, action
+    stop.local_signal = 0
+
+
 def test_a_signal_that_a_compiler_has_taken_is_taken_back_at_the_next_gate(stop):
     taken = lambda *_: None  # noqa: E731
     signal.signal(signal.SIGUSR1, taken)
@@ -518,6 +560,20 @@ def test_signals_are_as_before_afterwards():
     with Listener({}) as listener:  # a library, loaded before Python, had set a handler
         listener.before[signal.SIGUSR1] = None
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+
+
+def test_signals_masks_and_handlers_are_as_before():
+    def now():
+        action = ctypes.create_string_buffer(152)
+        ctypes.CDLL(None).sigaction(signal.SIGBUS, None, action)
+        wakeup = signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(wakeup)
+        return action.raw[:8], signal.pthread_sigmask(signal.SIG_BLOCK, []), wakeup
+
+    before = now()
+    with Listener({}):
+        assert all(a != b for a, b in zip(now(), before))
+    assert now() == before
 
 
 # ---- before the first step, and without torchrun --------------------------------------------------------------------
@@ -929,3 +985,26 @@ def test_an_error_of_this_rank_s_own_is_not_blamed_on_others():
     mesh = Mesh.offline()
     with pytest.raises(RuntimeError, match="mine"), watch.watched(mesh, SimpleNamespace(), 100.0, Listener({})):
         raise RuntimeError("mine")
+
+
+@pytest.mark.parametrize("in_collective", [False, True])
+@pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.parametrize("error", [RuntimeError("x"), PeerLost("x"), dist.DistError("x"), ValueError("x")])
+def test_an_error_that_others_have_caused_ends_a_rank_after_its_report(monkeypatch, in_collective, hangs, error):
+    waits, tracebacks = [], []
+
+    @contextmanager
+    def every_second(check):
+        check.__self__.hangs = hangs
+        yield
+
+    monkeypatch.setattr(watch, "sleep", waits.append)
+    mesh, log = Mesh.offline(), SimpleNamespace(current_traceback=lambda: tracebacks.append(error))
+    lost = isinstance(error, PeerLost | dist.DistError) or in_collective and not isinstance(error, ValueError)
+    with pytest.raises(RanksLost if lost else type(error)) as caught:
+        with watch.watched(mesh, log, 100.0, SimpleNamespace(every_second=every_second)):
+            if in_collective:
+                mesh.activity.enter("all-reduce", mesh.world, 8)
+            raise error
+    assert (waits, tracebacks) == ([10.0] * (lost and hangs), [error] * lost)
+    assert lost or caught.value is error

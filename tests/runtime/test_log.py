@@ -20,6 +20,7 @@ import pytest
 from failing_disk import ERRNOS, FailingDisk
 from minitron import pretrain
 from minitron.config import cli, flops
+from minitron.config.schema import changed
 from minitron.runtime import log_formats as forms
 from minitron.runtime import sinks
 from minitron.runtime.log import Log
@@ -239,6 +240,20 @@ def test_line_covers_the_iterations_since_the_last():
     assert "learning rate: 1.000E-03 |" in first and "grad norm: 178.553 |" in first
     assert "lm loss" not in second and "grad norm" not in second  # Megatron leaves out what nobody has
     assert "skipped iterations:   2 | number of nan iterations:   0 |" in second
+
+
+def test_skipped_steps_and_those_without_a_loss_are_counted_apart(tmp_path):
+    """Of four steps two are skipped, then one has a loss of NaN."""
+    its = [replace(STEP, step=i, loss=float(i), skipped=float(i < 3)) for i in range(1, 5)]
+    its[2] = replace(its[2], loss=math.nan, nan=1.0)
+    (line,) = lines(["log.every=4", f"log.dir={tmp_path}"], its, 0, 1)
+    counts = r"lm loss: 4\.0\S*E\+00 .* skipped iterations: +2 \| number of nan iterations: +1 "
+    assert re.search(counts, line)
+    rows = [json.loads(row) for row in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["skipped_total"], row["nan_total"]) for row in rows] == [(1, 0), (2, 0), (2, 1), (2, 1)]
+    (line,) = lines(["log.every=4", "log.style=short"], its, 0, 1)
+    assert "  skipped 3  " in line and float(line.split("loss")[1].split()[0]) == 4.0
+    assert "grad norm" not in lines(["log.every=3"], its, 0, 1)[0]
 
 
 def test_mfu_and_memory_follow_the_line():
@@ -475,6 +490,18 @@ def test_dllogger(tmp_path):
     moment = datetime.strptime(first["datetime"], "%Y-%m-%d %H:%M:%S.%f")
     assert float(first["timestamp"]) == pytest.approx(moment.timestamp(), abs=1e-6)
     assert 0 <= float(first["elapsedtime"]) <= float(second["elapsedtime"]) < 60
+
+
+def test_a_log_follows_a_run_whose_steps_are_known_late(tmp_path, capsys):
+    cfg = cli.load([f"log.dir={tmp_path}", "log.every=100", "train.steps=50"])
+    with Log(cfg, 0, 1) as log:
+        log.follow(longer := changed(cfg, train=dict(steps=70)))
+        for step in 50, 70:
+            log.iteration(replace(STEP, step=step))
+    assert cli.load([str(tmp_path / "config.yaml")]) == longer
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(" iteration       70/      70 |")
+    assert [r["data"]["cfg/train/steps"] for r in dllogger_records(tmp_path / "dllogger.json")[:2]] == [50, 70]
 
 
 def test_flattened_goes_as_deep_as_the_configuration():

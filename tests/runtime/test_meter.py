@@ -37,9 +37,12 @@ def step_of_a_rank(**shape):
     mesh, logged = Mesh.create(**shape), []
     log, received = SimpleNamespace(iteration=logged.append), []
     meter = Meter(log, mesh, lambda: (0, 0), list, [SimpleNamespace(on_figures=received.append)])
-    squares, padding = [(4**2 + 12**2, 0), (7**2 + 3**2, 6)][mesh.dp.rank]
-    batch = SimpleNamespace(samples=range(3), documents=(), squared_lengths=squares, padding=padding)
-    meter.after(StepDone(5, 10, 0.25, [batch], torch.tensor([3.0, 2.0, 0.0, 1.0, 8.0], dtype=torch.float64)))
+    microbatches = [[(4**2, 0), (12**2, 0)], [(7**2, 2), (3**2, 4)]][mesh.dp.rank]
+    batches = [
+        SimpleNamespace(samples=range(size), documents=(), squared_lengths=squares, padding=padding)
+        for size, (squares, padding) in zip((2, 1), microbatches)
+    ]
+    meter.after(StepDone(5, 10, 0.25, batches, torch.tensor([3.0, 2.0, 0.0, 1.0, 8.0], dtype=torch.float64)))
     assert received == logged
     return logged
 

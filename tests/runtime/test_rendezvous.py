@@ -121,6 +121,18 @@ def test_the_store_of_a_start():
         assert (rank, world, store.check(["key"])) == (0, 1, False)
 
 
+def test_messages_of_another_start_with_the_same_number_are_not_valid():
+    """As of a run before, whose store was another one."""
+    messages = []
+    for _ in range(2):
+        served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        environ = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(served.port)}
+        environ["TORCHELASTIC_USE_AGENT_STORE"], signer = "True", Signer("secret", "job")
+        with rendezvous.joined(environ, PATIENCE, timedelta(seconds=PATIENCE), Listener({}), signer):
+            messages.append(signer.sign("key", "1"))
+    assert len({*messages}) == 2
+
+
 def test_what_python_writes_is_seen_while_c_code_is_silent(capfd):
     """The line of a rank that is told to end must get out, whatever torch does at that moment."""
     with rendezvous._no_stderr_of_c():

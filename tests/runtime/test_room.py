@@ -43,3 +43,9 @@ def test_an_allocation_that_fails_names_its_part(error, full):
         raise error
     assert ("out of memory at the optimizer" in str(caught.value)) == full
     assert full or caught.value is error
+
+
+def test_memory_in_use_is_the_device_s_where_steps_are_replayed(monkeypatch):
+    for name, value in {"mem_get_info": (30, 100), "max_memory_allocated": 60, "memory_allocated": 50}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    assert room.memory_in_use(7, replaying=False) == (67, 57) and room.memory_in_use(7, replaying=True) == (70, 70)

@@ -12,6 +12,7 @@ import time
 import urllib.request
 from contextlib import closing
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -176,6 +177,7 @@ def test_prometheus_has_the_last_figures(tmp_path):
     assert found["minitron_step_seconds"] == found["minitron_step_step_seconds"] == STEP.seconds
     with pytest.raises(OSError):
         ask(port)
+    Log(cli.load([f"log.prometheus={port}"]), 0, 1).close()  # a restart serves there at once
 
 
 def test_a_port_that_is_taken_is_said_at_the_start(tmp_path, monkeypatch):
@@ -197,10 +199,12 @@ def test_a_port_that_is_taken_is_said_at_the_start(tmp_path, monkeypatch):
             pretrain.rules.check(cli.load([f"log.prometheus={place}"]), 1)
 
 
-def test_each_figure_of_prometheus_names_its_run(tmp_path):
+def test_each_figure_of_prometheus_names_its_run(tmp_path, monkeypatch):
     pytest.importorskip("prometheus_client")
     port = free_port()
-    with Log(cli.load([f"log.prometheus={port}", f"log.dir={tmp_path / 'run 7'}"]), 0, 1) as log:
+    (tmp_path / "run 7").mkdir()
+    monkeypatch.chdir(tmp_path / "run 7")
+    with Log(cli.load([f"log.prometheus={port}", "log.dir=."]), 0, 1) as log:
         log.iteration(replace(STEP, step=3))
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
             lines = [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
@@ -223,6 +227,23 @@ def test_a_client_that_asks_for_nothing_does_not_keep_others_from_their_page(mon
     with Log(cli.load([f"log.prometheus={port}"]), 0, 1), socket.create_connection(("127.0.0.1", port), 60) as idle:
         idle.sendall(sent)
         assert idle.recv(1) == b""  # its time is over
+
+
+@pytest.mark.parametrize(
+    "parts, answered",
+    [
+        ([b"GET / HTTP/1.0\r\n\r\n"], True),
+        ([b"GET /", b" HTTP/1.0\r\n", b"\r\n"], True),
+        ([b"GET / HTTP/1.0\r\n\r", b"\n"], True),
+        ([b"GET / HTTP/1.0\r", b"\n", b"\r", b"\n"], True),
+        ([b"GET / HTTP/1.0\r\n", b"a: b\r\n"], False),
+    ],
+)
+def test_a_request_may_come_in_parts(parts, answered):
+    left, sent = [*parts, b""], []
+    request = SimpleNamespace(settimeout=lambda _: None, recv=lambda _: left.pop(0), sendall=sent.append)
+    sinks._Answer(request, None, SimpleNamespace(ANSWER_SECONDS=600.0, page=lambda: b"the page"))
+    assert len(sent) == answered and all(answer.endswith(b"Content-Length: 8\r\n\r\nthe page") for answer in sent)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -27,6 +28,7 @@ from minitron.pipeline.replay import WARM_UP
 from minitron.pipeline.schedule import Backward, BackwardWeight, Forward
 from minitron.planner.dryrun.dryrun import recorded
 from minitron.runtime import stragglers
+from minitron.runtime.observer import LateCopy
 from minitron.runtime.stragglers import STEPS, Stragglers, median_of_others, slower
 from minitron.train import build
 from replay import replayed
@@ -393,6 +395,36 @@ def test_a_rank_that_recovers_is_said_once():
         compared._judge(step, of_step)
     assert len(said.alarms) == 1 and "rank 1 (pp 0, dp 1, cp 0, tp 0) on a host is slow" in said.alarms[0]
     assert said.infos == ["iteration 40: rank 1: no longer slower than others"]
+
+
+def test_ranks_are_compared_within_their_pipeline_stage(capsys):
+    """The second of two stages has three times as much work, and rank 3 a fifth more, but for one step."""
+    times = np.ones((STEPS, 4)) * [1.0, 1.0, 3.0, 3.6]
+    times[7, 3] = 1.8
+    log = SimpleNamespace(alarm=print)
+    for rank in range(4):
+        compared = Stragglers(Mesh.offline(), log, TrainConfig())
+        compared.places, compared.mesh = ["a host"] * 4, Mesh.offline(4, rank, pp=2)
+        compared._judge(40, times)
+        assert compared.slow == {3}
+    (line,) = capsys.readouterr().out.splitlines()
+    assert re.match(r"warning: iterations 21 to 40: rank 3 .* 3.6 s, .* 20% more than the 3 s ", line)
+
+
+def test_ranks_are_judged_once_enough_steps_are_measured():
+    compared = Stragglers(Mesh.offline(), SimpleNamespace(record=lambda *_, **__: None, alarm=print), TrainConfig())
+    compared.places, compared.mesh = ["a host"] * 2, Mesh.offline(2, 1)
+    for step in range(4, STEPS + 1, 4):
+        compared.waiting = step, LateCopy(torch.arange(5) * 10**9 * torch.tensor([[1], [2]]))
+        compared.close()
+        assert compared.slow == ({1} if step == STEPS else set())
+
+
+@pytest.mark.parametrize("device, gpu", [("cpu", ""), ("cuda:3", " GPU 3")])
+def test_a_place_is_a_host_and_a_gpu(monkeypatch, device, gpu):
+    monkeypatch.setattr(stragglers, "gather_json", lambda place, *_: [place])
+    mesh = SimpleNamespace(device=torch.device(device), world=None, rank=11)
+    assert stragglers.gather_rank_locations(mesh) == [f"{socket.gethostname()}{gpu}"]
 
 
 @pytest.mark.parametrize("times_as_long, named", [(1.5, False), (3.0, True)])

@@ -86,6 +86,21 @@ def test_ranks_are_killed_with_their_agent_and_without_it(wired):
     assert sent[1:] == [(8, signal.SIGKILL)] and node.done[1:] == ["kill", "wait"]
 
 
+def test_what_an_agent_has_sent_before_its_end_counts(wired):
+    """It sends how its ranks have ended, and ends, while the supervisor looks."""
+    node, _ = wired
+    node.start([{}, {}])
+
+    def ends():
+        agent.send(node.theirs, rank=0, status=3)
+        agent.send(node.theirs, rank=1, status=0)
+        return 0
+
+    node.process.poll = ends
+    node.listen()
+    assert node.ended == {"0": 3, "1": 0}
+
+
 def test_a_rank_runs_a_module_or_a_file_and_says_why_it_ends(tmp_path, monkeypatch):
     (tmp_path / "beside.py").write_text("")
     for name in "module", "file":

@@ -571,6 +571,113 @@ def leader_causes(folder: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
+@pytest.fixture
+def led(leader, monkeypatch):
+    """led(seconds, beats): the state, and nodes or status, for the heartbeats of two nodes and a spare, then."""
+    now = [1000.0]
+    leader.args.spares, leader.args.gather_seconds = 1, 50.0
+    monkeypatch.setattr(lead, "monotonic", lambda: now[0])
+
+    def led(seconds, *beats):
+        now[0] += seconds
+        monkeypatch.setattr(leader, "alive", {beat["node"]: beat for beat in beats}.get)
+        round_ = leader.lead()
+        return round_["state"], [node["node"] for node in round_["nodes"]] or round_["status"]
+
+    led.leader = leader
+    return led
+
+
+def test_the_first_round_waits_for_enough_nodes_and_a_while_for_spares(led):
+    first, second, third = map(beat_of, range(3))
+    leaves, other = beat_of(1, leaving="got SIGTERM"), beat_of(3)  # which is not one of the job's nodes
+    assert led(0, first) == led(40, first, leaves, other) == ("none", 0)
+    assert led(40, first, second) == led(9, first, second) == ("none", 0)
+    assert led(2, first, second) == ("run", [0, 1])
+
+
+def test_the_first_round_begins_at_once_with_all_spares(led):
+    assert led(0, *map(beat_of, range(3))) == ("run", [0, 1])
+
+
+@pytest.mark.parametrize("beats", [[beat_of(0)], [beat_of(0), beat_of(1, leaving="got SIGTERM")]])
+def test_too_few_nodes_in_time_go_back_to_the_queue(led, beats):
+    assert led(0, *beats) == led(49, *beats) == ("none", 0)
+    assert led(2, *beats) == ("end", REQUEUE) == led(0, *map(beat_of, range(3)))
+
+
+def test_a_signal_before_the_first_round_ends_the_run(led):
+    assert led(0, beat_of(0, stopping=True), beat_of(1), beat_of(2)) == ("end", REQUEUE)
+
+
+def test_excluded_nodes_take_no_part_and_are_listed_once(led, tmp_path):
+    write_json_atomically(tmp_path / "round.json", START | {"excluded": ["host1"]})
+    assert led(0, *map(beat_of, range(3))) == ("none", 0)
+    assert led(11, *map(beat_of, range(3))) == ("run", [0, 2])
+    write_json_atomically(tmp_path / "round.json", led.leader.round() | {"state": "stop", "key": "b"})
+    assert led(0, beat_of(0, looked="b"), beat_of(2, looked="b", unfit="no GPU"))[0] == "end"
+    assert (tmp_path / "excluded_nodes").read_text() == "host2\n"
+
+
+def test_starts_after_the_same_step_wait_longer_each_time(leader, monkeypatch):
+    now, beats = [0.0], [beat_of(0, ended={"0": -9}), beat_of(1)]
+    monkeypatch.setattr(lead, "monotonic", lambda: now[0])
+    monkeypatch.setattr(lead, "SAME_STEP", 99)
+    leader.args.backoff_seconds = 10.0
+    for number, waits in enumerate((0.0, 10.0, 20.0, 30.0)):
+        round_ = stopped(*beats) | {"number": number, "failures": [[None, f"host{i}"] for i in range(number)]}
+        for passed in (0.0, waits - 0.5, 1.0) if waits else (0.0,):
+            now[0] += passed
+            after = leader.after_stop(round_, dict(enumerate(beats)), beats)
+            assert (after is not None) == (passed == 1.0 or not waits)
+    left = round_ | {"number": 9, "left": "host1 got SIGTERM"}  # no failure: it does not wait
+    assert leader.after_stop(left, dict(enumerate(beats)), beats)["state"] == "run"
+
+
+def test_detection_is_counted_from_the_last_row(leader, tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    for age, seconds in (500.0, 500.0), (-500.0, 0.0):
+        os.utime(tmp_path / "metrics.jsonl", times=(0, time.time() - age))
+        beats = {0: beat_of(0, state="failed", ended={"0": 1}), 1: beat_of(1, state="running")}
+        after = leader.during_run(stopped(*beats.values()) | {"state": "run"}, beats, [])
+        assert after["parts"] == {"detect_seconds": pytest.approx(seconds, abs=100.0)}
+
+
+def test_a_job_that_was_told_to_stop_is_not_started_again(leader):
+    beats = [beat_of(0, ended={"0": -9}), beat_of(1), beat_of(2, stopping=True)]
+    for usable in beats, beats[:2]:
+        ended = leader.after_stop(stopped(*beats[:2]), dict(enumerate(beats)), usable)
+        assert (ended["state"], ended["status"]) == ("end", REQUEUE)
+
+
+def test_a_node_with_a_broken_device_is_excluded_the_first_time(leader):
+    beats = [beat_of(n, ended={"0": BROKEN} if n == 1 else {}) for n in range(3)]
+    after = leader.after_stop(stopped(*beats[:2]), dict(enumerate(beats)), beats)
+    assert (after["excluded"], [node["node"] for node in after["nodes"]]) == (["host1"], [0, 2])
+    beats = [beat_of(0), None]
+    ended = leader.after_stop(stopped(beats[0], beat_of(1)), {0: beats[0]}, beats[:1])
+    assert (ended["status"], ended["excluded"]) == (REQUEUE, ["host1"])  # lost, and no spare
+
+
+def test_the_ranks_of_a_node_follow_those_of_the_nodes_before(node):
+    """The second of three nodes with two ranks each; all meet at the first one."""
+    node.args.ranks = 2
+    nodes = [{"node": n, "life": f"life{n}", "address": f"address{n}", "port": 7 + n} for n in range(3)]
+    node.start(START | {"key": "new", "nodes": nodes, "parts": {"detect_seconds": 2.0}, "number": 4}, 1)
+    common = {
+        "WORLD_SIZE": "6",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "1",
+        "MASTER_ADDR": "address0",
+        "MASTER_PORT": "7",
+    }
+    assert len(node.agent.started) == 2
+    for local, rank in enumerate(node.agent.started):
+        assert rank.items() >= (common | {"RANK": str(2 + local), "LOCAL_RANK": str(local)}).items()
+        round_ = json.loads(rank["MINITRON_ROUND"])
+        assert round_ == {"round": 4, "detect_seconds": 2.0, "at": pytest.approx(time.time(), abs=100.0)}
+
+
 def test_a_hang_is_judged_once_all_ranks_had_time_to_report_it(leader, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(lead, "monotonic", lambda: now[0])
