@@ -31,6 +31,7 @@ from minitron.pipeline.schedule import (
 from minitron.planner import style
 from minitron.planner.check import check
 from minitron.planner.draw import (
+    LEFT,
     MOST,
     NAMES,
     PLOT,
@@ -683,6 +684,35 @@ def test_the_svg_of_a_long_step_has_its_warm_up_and_a_steady_window_with_numbers
     assert any(text.startswith("steady, ") and text.endswith(f" s of {timeline.makespan:.4g}") for text in texts)
 
 
+@pytest.mark.parametrize("layout, seconds", [((4, 1, 40), (1, 2)), ((3, 1, 5), (0.25, 0.75)), ((4, 1, 20), (1, 2))])
+def test_the_svg_has_a_time_axis_and_tooltips_with_seconds(layout, seconds):
+    """Of each window: a box is where the axis has its start, and as wide as its seconds in that window."""
+    timeline = simulate(make(*layout), *seconds)
+    root = ElementTree.fromstring(draw_svg(timeline))
+    axes = {}  # height -> [(second, where)]
+    for text in root.findall(f"{SVG}text"):
+        if text.get("text-anchor") == "middle":
+            axes.setdefault(float(text.get("y")), []).append((float(text.text), float(text.get("x"))))
+    boxes = iter(root.findall(f"{SVG}g"))
+    for (_, start, end), (_, ticks) in zip(windows(timeline), sorted(axes.items()), strict=True):
+        first, last = ticks[0][0], ticks[-1][0]
+        scale = PLOT / (end - start)
+        steps = [b - a for (a, _), (b, _) in zip(ticks, ticks[1:])]
+        assert 4 <= len(steps) <= 12 and steps == pytest.approx([steps[0]] * len(steps))
+        assert start <= first < start + steps[0] * 1.001 and end - steps[0] * 1.001 < last <= end * (1 + 1e-9)
+        assert [x for _, x in ticks] == pytest.approx(
+            [LEFT + (second - start) * scale for second, _ in ticks], abs=0.01
+        )
+        for event in timeline.events:
+            if event.start < end and start < event.end:
+                box = next(boxes)
+                assert box.find(f"{SVG}title").text.endswith(f", {event.start:g} to {event.end:g} s")
+                x, width = (float(box.find(f"{SVG}rect").get(key)) for key in ("x", "width"))
+                begin, stop = max(event.start, start), min(event.end, end)
+                assert (x, width) == pytest.approx((LEFT + (begin - start) * scale, (stop - begin) * scale), abs=0.01)
+    assert next(boxes, None) is None
+
+
 @settings(max_examples=100, deadline=None)
 @given(LAYOUTS, st.booleans(), st.sampled_from([(1, 2), (3, 1), (1, 9)]), st.integers(20, 60))
 def test_the_windows_of_a_step_do_not_overlap(layout, training, durations, width):
@@ -754,6 +784,8 @@ def test_tool_draws_split_backwards():
     rows = draw_text(timeline).splitlines()
     assert result.stdout.splitlines()[1:5] == rows and "ZB-H1" in result.stdout
     assert all(f"{mb}w" in rows[3] and f"{mb}A--" in rows[3] for mb in range(6)) and "w" not in rows[0]
+    waiting = draw_pipeline("--pp", "4", "--microbatches", "6", "--transfer", "0.25")
+    assert waiting.stdout.startswith(describe(simulate(make(4, 1, 6), 1, 2, 0.25)))
     assert "weight gradients" in draw_svg(timeline) and "weight gradients" not in draw_svg(
         simulate(make(4, 1, 8), 1, 2)
     )

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +16,24 @@ from benchmarks.cases import CASES
 from layouts import DATA_PARALLEL
 from minitron.config import cli, flops, rules
 from minitron.config.save_interval import best_interval
+from minitron.config.schema import changed
 from minitron.planner import command as tool
-from minitron.planner import cost, pictures
+from minitron.planner import cost, fit, pictures
+from minitron.planner import failures as constants
+from minitron.planner import search as search_module
 from minitron.planner.draw import draw_svg
-from minitron.planner.failures import failures, predict, state_bytes
+from minitron.planner.failures import (
+    COPY_SECONDS,
+    NOTICE_SECONDS,
+    READ_GB_S,
+    SHARED_GB_S,
+    SLOWER,
+    START_SECONDS,
+    WRITE_GB_S,
+    failures,
+    predict,
+    state_bytes,
+)
 from minitron.planner.fit import memory_options, written
 from minitron.planner.machine import choose_machine, read_machines
 from minitron.planner.memory import Memory
@@ -70,6 +85,61 @@ def test_json_and_table_say_the_same(capsys):
         f" and {record['seconds']['tp_hidden']:.3f} s hidden",
     ):
         assert text in table
+    # Every part with its share; of the step's also those that take no time themselves but have a hidden part.
+    for part, gib in record["memory"].items():
+        line = f"  {part:12} {gib:8.2f} GiB {100 * gib / record['memory_gib']:5.1f} %\n"
+        assert (line in table) == (gib > 0)
+    for part in pictures.MEANINGS:
+        seconds, hidden = record["seconds"][part], record["seconds"].get(part.replace("_exposed", "_hidden"), 0)
+        line = f"  {part:12} {seconds:8.3f} s   {100 * seconds / record['step_seconds']:5.1f} %   "
+        shown = seconds > 5e-4 * record["step_seconds"] or part.endswith("_exposed") and hidden > 5e-4
+        assert (line in table) == shown
+    assert f"   {record['days'] / 2:,.1f} days for 1e+12 tokens\n" in table
+    assert f"   {record['days']:,.1f} days for 2e+12 tokens\n" in printed(capsys, *DP8, "--tokens", "2e12")
+    tuned = [*DP8, "finetune.kind=lora"]  # nobody tunes on so many tokens; if they are given, they cost
+    assert "tokens\n" not in printed(capsys, *tuned).replace("tokens/s\n", "")
+    assert " days for 1e+09 tokens\ncost " in re.sub(
+        r"tokens\n.*\ncost", "tokens\ncost", printed(capsys, *tuned, "--tokens", "1e9"), flags=re.S
+    )
+
+
+@pytest.mark.parametrize(
+    "keys, text",
+    [
+        ([], "tp 1, pp 1, vp 1, cp 1, dp 8, 4 microbatches of 1, recompute none"),
+        (
+            ["parallel.tp=2", "parallel.sequence_parallel=false", "train.recompute=full"],
+            "tp 2, pp 1, vp 1, cp 1, dp 4, 8 microbatches of 1, recompute full, no sequence parallel",
+        ),
+        (
+            ["parallel.pp=4", "parallel.layers_per_stage=[9,8,8,7]", "train.micro_batch_size=2"],
+            "tp 1, pp 4, vp 1, cp 1, dp 2, 8 microbatches of 2, recompute none, layers 9, 2 x 8, 7",
+        ),
+        (
+            ["parallel.pp=2", "parallel.schedule=zb-h1"],
+            "tp 1, pp 2, zb-h1, vp 1, cp 1, dp 4, 8 microbatches of 1, recompute none",
+        ),
+        (
+            ["parallel.cp=2", "parallel.cp_style=ulysses"],
+            "tp 1, pp 1, vp 1, cp 2 ulysses, dp 4, 8 microbatches of 1, recompute none",
+        ),
+        (["parallel.cp=2"], "tp 1, pp 1, vp 1, cp 2, dp 4, 8 microbatches of 1, recompute none"),
+    ],
+)
+def test_a_layout_in_words(keys, text):
+    assert tool.layout(cli.load([*LLAMA, "train.global_batch_size=32", *keys]), 8) == text
+
+
+def test_the_record_names_what_was_planned():
+    """Of a job whose fullest rank is an inner one, of another device and software."""
+    layers = "parallel.layers_per_stage=[4,14,10,4]"
+    argv = [*LLAMA, "train.global_batch_size=32", "parallel.pp=4", layers, "train.micro_batch_size=2"]
+    command = [*argv, "--world", "8", "--device", "h200", "--software", "megatron"]
+    found = tool.record(plan(cli.load(argv), 8, machine_of(command)), 1e12)
+    names = ("world", "gpu", "software", "microbatches", "fullest_pipeline_rank", "stays_eager", "fits")
+    assert [found[name] for name in names] == [8, "H200", "megatron", 8, 1, False, True]
+    layout = {"tp": 1, "pp": 4, "vp": 1, "cp": 1, "dp": 2, "micro_batch_size": 2, "recompute": "none"}
+    assert found["layout"] == layout
 
 
 def test_capitals_of_a_device_do_not_count(capsys):
@@ -77,14 +147,30 @@ def test_capitals_of_a_device_do_not_count(capsys):
     assert printed(capsys, *DP8[:-1], "H100", "--fabric", "NDR400") == text
 
 
+def test_what_failures_cost_was_measured_or_assumed():
+    """The sources are in `SOURCES`; the other tests take these by their names."""
+    assert {name: value for name, value in vars(constants).items() if isinstance(value, int | float)} == {
+        "SAVED_BYTES": 12,
+        "WRITE_GB_S": 0.91,
+        "READ_GB_S": 0.95,
+        "SHARED_GB_S": 50,
+        "COPY_SECONDS": 0.007,
+        "SLOWER": 0.004,
+        "NOTICE_SECONDS": 60,
+        "START_SECONDS": 10,
+    }
+
+
 def test_failures_make_days_longer(capsys):
     """By the formula, with the bytes of the state counted by hand; what is given replaces an estimate."""
     argv = [*DP8, "--tokens", "2e12", "--mtbf-hours", "2"]
     record, table = json.loads(printed(capsys, *argv, "--json")), printed(capsys, *argv)
     found, state = record["failures"], 12 * 8_030_261_248 / 1e9  # Llama 3 8B
-    assert found["mtbf_seconds"] == 7200 and found["save_seconds"] == pytest.approx(state / (8 * 0.91), rel=1e-6)
-    assert found["save_cost_seconds"] == pytest.approx(0.007 + 0.004 * found["save_seconds"])
-    assert found["recovery_seconds"] == pytest.approx(70 + state / (8 * 0.95), rel=1e-6)
+    assert found["mtbf_seconds"] == 7200 and found["save_seconds"] == pytest.approx(state / (8 * WRITE_GB_S), rel=1e-6)
+    assert found["save_cost_seconds"] == pytest.approx(COPY_SECONDS + SLOWER * found["save_seconds"])
+    assert found["recovery_seconds"] == pytest.approx(
+        NOTICE_SECONDS + START_SECONDS + state / (8 * READ_GB_S), rel=1e-6
+    )
     costs = found["save_cost_seconds"], found["save_seconds"]
     assert found["interval_seconds"] == best_interval(*costs, 7200.0)
     assert found["goodput"] == predict(found["interval_seconds"], *costs, found["recovery_seconds"], 7200.0)
@@ -123,11 +209,10 @@ def test_no_layout_changes_what_is_saved(keys):
 def test_the_times_of_failures_that_are_not_given_follow_from_those_that_are(world, save):
     """A save costs by its own seconds; what all GPUs read and write is at most what the shared disk gives."""
     found, state = failures(cli.load(LLAMA), world, 7200.0, None, None, save), 12 * 8_030_261_248 / 1e9
-    saved = save or state / min(world * 0.91, 50)
-    assert found.save_seconds == pytest.approx(saved) and found.save_cost_seconds == pytest.approx(
-        0.007 + 0.004 * saved
-    )
-    assert found.recovery_seconds == pytest.approx(70 + state / min(world * 0.95, 50))
+    saved, read = save or state / min(world * WRITE_GB_S, SHARED_GB_S), state / min(world * READ_GB_S, SHARED_GB_S)
+    assert found.save_seconds == pytest.approx(saved)
+    assert found.save_cost_seconds == pytest.approx(COPY_SECONDS + SLOWER * saved)
+    assert found.recovery_seconds == pytest.approx(NOTICE_SECONDS + START_SECONDS + read)
 
 
 def test_jobs_of_other_sizes_fail_in_proportion_to_their_gpus(capsys):
@@ -145,7 +230,7 @@ def test_a_large_job_writes_at_the_shared_disk_s_rate(capsys):
     job = [str(ROOT / "configs" / "gpt3_175b.yaml"), "train.global_batch_size=4096", "--world", "2048"]
     argv = [*job, "--device", "h100", "--mtbf-hours", "4", "--json"]
     found = json.loads(printed(capsys, *argv))["failures"]
-    assert found["save_seconds"] == pytest.approx(2095.4 / 50, rel=1e-3)  # launch/check.sh counts 2,095.4 GB
+    assert found["save_seconds"] == pytest.approx(2095.4 / SHARED_GB_S, rel=1e-3)  # launch/check.sh counts 2,095.4 GB
     assert 0.9 < found["goodput"] < 1 and found["interval_seconds"] == pytest.approx(2 * found["save_seconds"])
 
 
@@ -165,7 +250,7 @@ def test_search_ranks_says_what_it_changes_and_why_others_fell(capsys):
     record = json.loads(printed(capsys, *DP8, "--search", "--json", "--count", "3"))
     text = printed(capsys, *DP8, "--search", "--count", "3")
     steps = [best["step_seconds"] for best in record["best"]]
-    assert steps == sorted(steps) and steps[0] < record["given"]["step_seconds"]
+    assert len(steps) == 3 and steps == sorted(steps) and steps[0] < record["given"]["step_seconds"]
     assert " ".join(written(record["changes"][0])) in text
     for best, keys in zip(record["best"], record["changes"]):
         job = plan(cli.load([*KEYS, *written(keys)]), 8, machine_of(DP8))
@@ -248,6 +333,10 @@ def test_a_job_that_does_not_fit_is_one_line_and_status_1():
         (["--world", "8", "--device", "h100", "--search", "--draw", "x"], "--draw shows one plan; leave --search and"),
         (["--world", "6", "--device", "h100", "parallel.tp=4"], "does not divide the world of 6 ranks"),
         (["--world", "8", "--device", "h100", "--devices", "none.json"], "none.json is not a table of devices"),
+        (["--world", "8", "--device", "h100", "--save-seconds", "9"], "--save-seconds needs the time between failures"),
+        (["--world", "8", "--device", "h100", "--search", "--mtbf-hours", "2"], "--mtbf-hours is of one plan; leave"),
+        (["--world", "8", "--device", "h100", "--sweep", "world=8", "--draw", "x"], "--draw shows one plan; leave "),
+        (["--world", "8", "--device", "h100", "--sweep", "world=8,"], "world=8, is not KEY=VALUE,VALUE"),
     ],
 )
 def test_mistakes(argv, message):
@@ -303,7 +392,8 @@ def test_a_step_whose_graphs_find_no_room_is_planned_eager_and_told_what_makes_r
 
 def test_a_job_that_does_not_fit_is_told_what_each_key_would_save(capsys):
     job = [*LLAMA, "train.global_batch_size=16", "train.micro_batch_size=2", "parallel.tp=2", "--world", "4"]
-    plans = memory_options(plan(cli.load(job[:-2]), 4, machine_of([*job, "--device", "h100"])))
+    first = plan(cli.load(job[:-2]), 4, machine_of([*job, "--device", "h100"]))
+    plans = memory_options(first)
     with pytest.raises(ValueError, match="do not fit") as caught:
         tool.main([*job, "--device", "h100"])
     text = capsys.readouterr().out
@@ -311,7 +401,11 @@ def test_a_job_that_does_not_fit_is_told_what_each_key_would_save(capsys):
     for keys, other in plans:  # as the trainer and this tool take them
         again = plan(cli.load([*job[:-2], *keys]), 4, other.machine)
         assert again.memory_gib == other.memory_gib and again.step_seconds == other.step_seconds
-        assert f"{' '.join(keys)}{': fits' if other.fits else ''}\n" in text + "\n"
+        cost = f"{100 * (other.step_seconds / first.step_seconds - 1):+.1f} %"
+        saved = first.memory_gib - other.memory_gib
+        line = f"{other.memory_gib:8.2f} {saved:7.2f} {other.step_seconds:9.3f} {cost:>8}   {' '.join(keys)}"
+        assert f"{line}{': fits' if other.fits else ''}\n" in text + "\n"
+    assert saved > 0 and plans == sorted(plans, key=lambda pair: pair[1].step_seconds)
     fastest = next(keys for keys, other in plans if other.fits)  # the last line names it, as the table does
     assert str(caught.value).split("; use ")[1].split(", or ")[0] == " and ".join(fastest)
     names = {keys[0] for keys, _ in plans}
@@ -319,7 +413,7 @@ def test_a_job_that_does_not_fit_is_told_what_each_key_would_save(capsys):
     assert not names & {"train.recompute=none", "optimizer.grad_dtype=bf16"}  # two data ranks: a slice is as large
 
 
-def test_keys_are_added_up_where_none_alone_is_enough():
+def test_keys_are_added_up_where_none_alone_is_enough(monkeypatch):
     job = [*LLAMA, "train.global_batch_size=16", "train.micro_batch_size=2", "precision.fp8=delayed", "parallel.tp=4"]
     machine = machine_of(DP8)
     first = plan(cli.load(job), 4, machine)
@@ -329,6 +423,90 @@ def test_keys_are_added_up_where_none_alone_is_enough():
     assert not any(other.fits for keys, other in found if len(keys) == 1)
     keys, last = found[-1]
     assert len(keys) > 1 and last.fits and len({key.split("=")[0] for key in keys}) == len(keys)
+    assert last.memory_gib == plan(cli.load([*job, *keys]), 4, small).memory_gib
+    # Where less than all of them is enough, the later ones are left out.
+    monkeypatch.setattr(fit, "KEYS", fit.KEYS[:-1])
+    least = min(other.memory_gib for _, other in memory_options(first))
+    small = replace(small, device=replace(small.device, memory_gib=least - 0.2))
+    keys, last = memory_options(replace(first, machine=small))[-1]
+    assert keys == ["model.head_piece=2048", "train.recompute=selective", "train.micro_batch_size=1"] and last.fits
+    assert not plan(cli.load([*job, *keys[:-1]]), 4, small).fits
+
+
+def test_what_a_search_found_in_words_and_numbers():
+    """Of a job whose given layout broke a rule, so that another one was planned in its place."""
+    given = cli.load([*KEYS, "parallel.tp=4", "train.micro_batch_size=4"])
+    layouts = "tp=1", "sequence_parallel=false", "pp=2"
+    job, best, less = (plan(cli.load([*KEYS, f"parallel.{key}"]), 8, machine_of(DP8)) for key in layouts)
+    best = replace(best, stays_eager=True)
+    others = [(cli.load([*KEYS, f"parallel.tp={tp}"]), seconds) for tp, seconds in ((8, 7.125), (1, 8.25))]
+    found = search_module.Found([best, less], [best, less], others, Counter({"few": 2, "many": 30}))
+    record, text = tool.search_record(found, job, given, 2e12), tool.ranking(found, job, given)
+    of_best = {"parallel.tp": 2, "parallel.sequence_parallel": False, "train.micro_batch_size": 1}
+    of_less = {"parallel.tp": 2, "parallel.pp": 2, "train.micro_batch_size": 1}
+    assert record["given"] == tool.record(job, 2e12) and record["others_that_fit"] == 2
+    assert record["best"] == [tool.record(best, 2e12), tool.record(less, 2e12)]
+    assert record["changes"] == [of_best, of_less] and less.fits
+    assert record["smaller"] == [tool.record(less, 2e12) | {"changes": of_less}]
+    assert record["reasons"] == {"few": 2, "many": 30}
+    lines = text.splitlines()
+    assert lines[0].startswith(f"given: {tool.layout(job.cfg, 8)}: {job.step_seconds:.3f} s, MFU {job.mfu_percent:.2f}")
+    assert lines[0].endswith(f" {job.memory_gib:.1f} GiB" + ", does not fit" * (not job.fits))
+    assert [line.split()[:4] for line in lines[3:5]] == [
+        [f"{p.step_seconds:.3f}", f"{p.mfu_percent:.2f}", "%", f"{p.memory_gib:.1f}"] for p in (best, less)
+    ]
+    assert lines[3].endswith(tool.layout(best.cfg, 8) + ", eager") and lines[4].endswith(tool.layout(less.cfg, 8))
+    slower = 100 * (less.step_seconds / best.step_seconds - 1)
+    keys = "parallel.tp=2 parallel.pp=2 train.micro_batch_size=1"
+    assert lines[6].startswith("parallel.tp=2 parallel.sequence_parallel=false train.micro_batch_size=1: ")
+    assert lines[7] == f"with {less.memory_gib:.1f} GiB, {slower:.1f} % slower: {keys}"
+    assert lines[8] == f"2 other layouts fit; the next one takes 7.125 s or more: {tool.layout(others[0][0], 8)}"
+    assert lines[9:] == ["    30 layouts: many", "     2 layouts: few"]
+
+
+def test_every_key_that_makes_another_layout_is_named_and_no_other():
+    before, after = (
+        cli.load(KEYS),
+        dict(cp_style="ulysses", sequence_parallel=False, schedule="zb-h1", vp=2, pp=4, cp=2),
+    )
+    after = dict(
+        parallel=after | dict(tp=4, layers_per_stage=(9, 8, 8, 7)), train=dict(micro_batch_size=2, recompute="full")
+    )
+    for section, values in after.items():
+        for key, value in values.items():
+            assert fit.changes(before, changed(before, **{section: {key: value}})) == {f"{section}.{key}": value}
+    every = {f"{section}.{key}": value for section, values in after.items() for key, value in values.items()}
+    others = dict(train=after["train"] | dict(seq_len=1024, cuda_graph="off"), precision=dict(fp8="delayed"))
+    assert fit.changes(before, changed(before, parallel=after["parallel"], **others)) == every
+    assert fit.changes(cli.load([*KEYS, *written(every)]), changed(before, **after)) == {}
+    assert written({"a": None, "b": False, "c": (1, 2), "d": "full"}) == ["a=null", "b=false", "c=[1,2]", "d=full"]
+
+
+@pytest.mark.parametrize(
+    "seconds, verdict",
+    [
+        (dict(gemm=2.0, bubble=1.0, optimizer=1.0), "25.0 % faster (gemm -2.000 s, bubble +1.000 s)"),
+        (dict(gemm=5.25, bubble=0.0, optimizer=1.0), "20.0 % slower, but it fits (gemm +1.250 s)"),
+    ],
+)
+def test_what_another_layout_gains_by_part(seconds, verdict):
+    given = SimpleNamespace(seconds=Counter(gemm=4.0, optimizer=1.0), step_seconds=5.0)
+    best = SimpleNamespace(seconds=Counter(seconds), step_seconds=sum(seconds.values()))
+    assert tool.difference(given, best, {"parallel.tp": 2}) == f"parallel.tp=2: {verdict}"
+
+
+def test_a_sweep_s_rows_in_a_table_and_without_a_layout_that_fits(capsys):
+    row = dict(step_seconds=2.5, mfu_percent=None, memory_gib=70.25, tokens_per_second=1e6, days=3.5, gpu_hours=100.0)
+    rows = [row | dict(sweep={"world": world}, fits=fits, says="x") for world, fits in (("8", True), ("4", False))]
+    lines = tool.sweep_table(rows, 1e12).splitlines()[2:]
+    said = [
+        ["2.500", "?", "70.2" + mark, "1,000,000", "3.5", "100", f"world={n}:", "x"] for n, mark in ((8, ""), (4, "*"))
+    ]
+    assert [line.split() for line in lines] == said
+    # Without a world among the values it is the given one; a search that finds nothing shows the given layout.
+    argv = [*LLAMA, "--world", "1", "--device", "a100-40gb", "--search", "--sweep", "train.global_batch_size=1,2"]
+    found = json.loads(printed(capsys, *argv, "--json"))
+    assert [(row["world"], row["fits"], row["changes"]) for row in found] == [(1, False, {})] * 2
 
 
 def test_less_memory_is_shown_with_its_cost(capsys):
@@ -366,6 +544,7 @@ def test_a_sweep_plans_every_combination(capsys):
     searched = json.loads(printed(capsys, *argv, "--search", "--json"))
     for best in searched[2:4]:  # a search finds layouts of a world that has not the given one
         assert (best["world"], best["layout"]["tp"]) == (7, 1) and best["fits"]
+        assert best["changes"]["parallel.tp"] == 1  # of what was given, not of the layout in its place
     del searched[2:4]
     assert all(best["step_seconds"] <= row["step_seconds"] for best, row in zip(searched, rows, strict=True))
     with pytest.raises(ValueError, match="world is not KEY=VALUE,VALUE"):
@@ -535,6 +714,86 @@ def test_what_others_published_of_the_same_job_is_drawn_beside_it():
     assert drawn["linear"] == [(8, rate), (16, 2 * rate)] and drawn["published by others"] == points
     assert drawn["planned, batch in proportion"] == [(p.world, p.tokens_per_second) for p in plans]
     assert drawn["planned, batch as given"] == [(8, rate)]
+
+
+def test_only_the_same_job_is_what_others_published():
+    """Of rows of one model: bf16 at 128 GPUs with another batch for each number, and in FP8."""
+    bf16, fp8 = (
+        next(row for row in published_steps() if row.name == f"GPT-3 175B {kind}" and row.gpus == 256)
+        for kind in ("bf16", "FP8")
+    )
+
+    def found(row=bf16, fabric=None, **sections):
+        cfg = changed(configuration(row.arguments), **sections)
+        job = SimpleNamespace(cfg=cfg, world=row.gpus, machine=choose_machine(row.device, fabric))
+        return set(pictures.published(job))
+
+    def point(row):
+        t = configuration(row.arguments).train
+        return row.gpus, t.global_batch_size * t.seq_len / row.seconds
+
+    assert point(bf16) in found() and point(fp8) in found(fp8) and not found() & found(fp8)
+    assert found() == found(model=dict(hidden_dropout=0.0, attention_dropout=0.0, attention="auto"))
+    assert found() == found(parallel=dict(tp=8), train=dict(micro_batch_size=4))
+    assert found(fp8) == found(fp8, precision=dict(fp8="current"))
+    assert found(fabric="ndr400") == found() and not found(fabric="a3-mega")
+    for other in dict(train=dict(seq_len=1024)), dict(finetune=dict(kind="sft")), dict(model=dict(num_layers=48)):
+        assert not found(**other)
+    # With the batch of a run of more GPUs, and of half as many samples each.
+    half = next(row for row in published_steps() if row.name == "GPT-3 175B FP8, MLPerf 4.1" and row.gpus == 512)
+    assert found(half) >= {point(row) for row in published_steps() if row.name == half.name}
+
+
+def test_published_steps_are_read_by_scale_and_kind_of_figure(tmp_path):
+    one = dict(config="configs/llama3_8b.yaml", device="h100", seq_len=8192)
+    tables = [one | dict(name="a", samples_per_gpu=3, overrides=["parallel.cp=1"],
+                         cells=dict(gpus=["8", "16"], step_seconds=["1.5", "2"]))]  # fmt: skip
+    scales = dict(gpus=[8, 16], global_batch_size=[64, 96], step_seconds=["3", "4"])
+    content = dict(
+        tables=tables,
+        reports=[one | dict(name="b", gpus=8, global_batch_size=16, tokens_per_second="1024", overrides=[])],
+        single=[one | dict(name="c", gpus=4, global_batch_size=8, tflops="500", overrides=[], fabric="a3-mega")],
+        sourced=[one | scales | dict(name="d", overrides=["parallel.tp=2"], source="there")],
+    )
+    path = tmp_path / "published.json"
+    path.write_text(json.dumps(content))
+    recipe = str(ROOT / one["config"])
+
+    def arguments(batch, *keys):
+        return recipe, *keys, f"train.global_batch_size={batch}"
+
+    operations = 8 * flops.full(cli.load([recipe]).model, 8192)
+    assert published_steps(path) == [
+        ("a", 8, arguments(24, "parallel.cp=1"), "h100", 1.5, None, ""),
+        ("a", 16, arguments(48, "parallel.cp=1"), "h100", 2.0, None, ""),
+        ("b", 8, arguments(16), "h100", 16 * 8192 / 1024, None, ""),
+        ("c", 4, arguments(8), "h100", pytest.approx(operations / (4 * 500e12)), "a3-mega", ""),
+        ("d", 8, arguments(64, "parallel.tp=2"), "h100", 3.0, None, "there"),
+        ("d", 16, arguments(96, "parallel.tp=2"), "h100", 4.0, None, "there"),
+    ]
+    assert configuration(arguments(16)) == configuration(("configs/llama3_8b.yaml", "train.global_batch_size=16"))
+
+
+def test_the_curves_are_of_growing_batches_and_cost_the_given_tokens_with_failures(monkeypatch, tmp_path, capsys):
+    drawn = {}
+    monkeypatch.setattr(pictures, "MOST_GPUS", 16)
+    monkeypatch.setattr(pictures.style, "save", lambda *args: None)
+    monkeypatch.setattr(pictures, "curves", lambda *args: drawn.update(scaling=args))
+    monkeypatch.setattr(pictures, "time_bars", lambda plans: drawn.update(time=plans))
+    monkeypatch.setattr(cost, "curves", lambda *args: drawn.update(cost=args))
+    argv = [*PP2, "--world", "8", "--device", "h100", "--tokens", "3e12", "--mtbf-hours", "2"]
+    tool.main([*argv, "--draw", str(tmp_path)])
+    capsys.readouterr()
+    growing, fixed, _ = drawn["scaling"]
+    plans, tokens, share = drawn["cost"]
+    assert tokens == 3e12 and plans == growing == drawn["time"]
+    sizes = [[(job.world, job.cfg.train.global_batch_size) for job in some] for some in (growing, fixed)]
+    assert sizes == [[(8, 32), (16, 64)], [(8, 32), (16, 32)]]
+    for job in plans:  # of which more GPUs fail more often
+        expected = failures(job.cfg, job.world, 7200 * 8 / job.world, None, None, None).goodput()
+        assert share(job) == expected < 1
+    monkeypatch.setattr(pictures, "MOST_GPUS", 4)  # a job of more has one plan
+    assert [job.world for job in pictures.scaling(plans[0], in_proportion=True)] == [8]
 
 
 @pytest.mark.slow

@@ -195,6 +195,13 @@ def test_messages_cross_the_slowest_link_of_their_ring():
         2**30 * 2 / 3 / (2 * f.network_gb_s * 1e9) + f.nvlink_seconds + f.network_seconds
     )
     assert H100.collective(2**30, 1, 1) == H100.message(2**30, 1, 1) == 0
+    # Cards faster than NVLink are waited for by NVLink; a copy in a node by a barrier.
+    cards = replace(H100, fabric=replace(f, network_gb_s=10 * f.nvlink_gb_s))
+    assert cards.collective(2**30, 8, 8) == pytest.approx(2**30 * 7 / 8 / (f.nvlink_gb_s * 1e9) + 7 * f.network_seconds)
+    assert H100.copy(2**30) == pytest.approx(2**30 / (f.copy_gb_s * 1e9) + f.barrier_seconds, rel=1e-9)
+    d = H100.device
+    assert H100.moved(2**30) == pytest.approx(2**30 / (d.copy_tb_s * 1e12 * d.pointwise))
+    assert H100.copied(2**30) == pytest.approx(2**30 / (d.copy_tb_s * 1e12))
 
 
 @settings(max_examples=50, deadline=None)
@@ -814,6 +821,7 @@ def test_nodes_with_fewer_cards_share_them():
     few = replace(H100, fabric=replace(H100.fabric, cards_per_node=4))
     rate = H100.fabric.network_gb_s
     assert (H100.network_gb_s, few.network_gb_s) == (rate, rate / 2)
+    assert replace(H100, fabric=replace(H100.fabric, cards_per_node=16)).network_gb_s == rate  # a GPU alone has one
     assert few.message(2**30, 2, 8) == pytest.approx(2**30 / (rate / 2 * 1e9) + few.fabric.network_seconds)
     latency = 4 * few.fabric.nvlink_seconds + 3 * few.fabric.network_seconds  # two ranks in each of four nodes
     assert few.collective(2**30, 8, 4) == pytest.approx(2**30 * 7 / 8 / (rate * 1e9) + latency)
@@ -1086,6 +1094,65 @@ def test_layouts_left_out_as_alike_differ_in_nothing_that_is_planned():
     jobs = [(job.cfg.parallel, job.cfg.train, job.step_seconds, job.memory_gib) for job in found.best]
     alike = Counter(repr((replace(parallel, cp_style="ring"), *same)) for parallel, *same in jobs)
     assert set(alike.values()) == {1} and found.reasons["planned as another parallel.cp_style"] > 0
+
+
+@pytest.mark.parametrize("num_layers, pp, found", [(8, 2, [1, 2, 3, 4]), (126, 8, [1, 2, 4, 8]), (7, 3, [1, 2]),
+                                                   (80, 4, [1, 2, 3, 4, 5, 7, 10, 11, 20])])  # fmt: skip
+def test_the_chunks_that_are_tried(num_layers, pp, found):
+    """Those whose stages lack no more than two layers of each rank to be equal."""
+    assert search_module._interleaved(num_layers, pp) == found
+
+
+@pytest.mark.parametrize(
+    "sizes, found",
+    [
+        ((9, 1, 1, 0.1, 1.0), []),
+        ((10, 2, 1, 0.0, 0.0), [(4, 6)]),  # one less than the default's on the first rank
+        ((16, 4, 1, 0.1, 0.9), [(3, 4, 5, 4)]),  # of equal ranks a later one has more
+        ((10, 4, 1, 0.1, 1.2), [(3, 3, 3, 1)]),
+        ((12, 2, 2, 0.5, 1.5), [(3, 4, 3, 2), (2, 4, 4, 2)]),
+    ],
+)
+def test_the_stages_that_are_tried(sizes, found):
+    assert search_module.divisions(*sizes) == [None, *found]
+
+
+@pytest.mark.parametrize("layers", [1, 8])
+def test_the_families_of_a_world(layers):
+    """Each once: ranks of up to two nodes, and of up to 64 parts of a sequence; what one rank cannot differ in is kept.
+
+    The given values are tried, too, and first.
+    """
+    keys = [f"model.num_layers={layers}", "parallel.cp_style=allgather", "parallel.sequence_parallel=false"]
+    cfg = cli.load([*SMALL, *keys, "parallel.tp=2", "train.micro_batch_size=3", "train.recompute=full"])
+    world = 128
+    machine = replace(H100, fabric=replace(H100.fabric, gpus_per_node=2))
+    found = list(search_module.families(cfg, world, machine))
+    expected = Counter()
+    for tp, cp, size in itertools.product((1, 2, 4), (1, 2, 4, 8, 16, 32, 64), (1, 2, 3, 4, 8)):
+        for style, split in itertools.product(("ring", "allgather", "ulysses"), (True, False)):
+            if tp * cp <= world and (cp > 1 or style == "allgather") and (tp > 1 or not split):
+                kinds = ["1f1b", "zb-h1"] if layers > 1 and tp * cp < world else ["1f1b"]
+                expected.update((tp, cp, style, split, kind, size) for kind in kinds)
+    assert Counter((p.tp, p.cp, p.cp_style, p.sequence_parallel, p.schedule, t.micro_batch_size)
+                   for p, t in ((one.parallel, one.train) for one in found)) == expected  # fmt: skip
+    assert (found[0].parallel.tp, found[0].parallel.cp_style, found[0].train.micro_batch_size) == (1, "allgather", 3)
+    for one in found:
+        parallel = dict(tp=one.parallel.tp, cp=one.parallel.cp, cp_style=one.parallel.cp_style, pp=1, vp=1)
+        parallel |= dict(sequence_parallel=one.parallel.sequence_parallel, schedule=one.parallel.schedule)
+        train = dict(micro_batch_size=one.train.micro_batch_size, recompute="none")
+        assert one == schema.changed(cfg, parallel=parallel, train=train)
+
+
+def test_what_a_family_costs_in_two_formats():
+    """The first and the last of four layers are in bf16."""
+    keys = ["model.num_layers=4", "precision.fp8=delayed", "precision.fp8_bf16_layers=1"]
+    family = search_module.Family(cli.load([*SMALL, *keys]), 1, H100)
+    (f, b), (g, c) = (family_work.block(fp8) for family_work in [StageTime(family.cfg, H100)] for fp8 in (False, True))
+    wide, narrow = total(f) + total(b), total(g) + total(c)
+    costs = family.costs("none")
+    assert costs.layers == pytest.approx([0, wide, wide + narrow, wide + 2 * narrow, 2 * wide + 2 * narrow])
+    assert (costs.least, costs.most) == tuple(sorted((total(f) / wide, total(g) / narrow)))
 
 
 @pytest.mark.parametrize("kind", ["1f1b", "zb-h1"])
