@@ -509,6 +509,64 @@ def test_the_table(capsys):
     assert ", 8 microbatches of 4 (the first steps have 2)\n" in capsys.readouterr().out
 
 
+def test_the_table_and_the_json_have_the_figures_of_the_reports():
+    """A column each: bytes by part, graphs of its pipeline rank, collectives of the step and not of the build."""
+    cfg = settings(LLAMA, parallel=dict(tp=2, pp=2, layers_per_stage=(3, 1)), train=dict(global_batch_size=8))
+    gib, places = 2**30, {0: "rank 0 (pp 0, dp 0, cp 0, tp 0)", 6: "rank 6 (pp 1, dp 1, cp 0, tp 0)"}
+
+    def record(kind, axis, num_bytes, action):
+        return dryrun.Record(kind, axis, num_bytes, torch.float32, (0, 1), action)
+
+    calls = [record("all-gather", "tp", 3 * gib, Forward(0, 0)), record("all-gather", "dp_cp", 9 * gib, "start")]
+    calls += [record("all-gather", "tp", gib, "update"), record("send", "pp", gib // 2, Forward(0, 0))]
+    reports = []
+    for rank, place in places.items():
+        memory = {part: (i + rank) * gib for i, part in enumerate(dryrun.PARTS)}
+        timeline = [("build", 1), ("update", 2)]
+        reports.append(dryrun.Report(rank, place, memory, Forward(2, 0), timeline, calls[rank // 3 :], ["x: y"], 1.25))
+    traffic = (
+        {"pp send": [1, gib // 2], "tp all-gather": [2, 4 * gib]},
+        {"pp send": [1, gib // 2], "tp all-gather": [1, gib]},
+    )
+    assert [dryrun.traffic(report) for report in reports] == [*traffic]
+    rows = {line[:24].strip(): line[24:].split() for line in dryrun.table(cfg, 8, reports, 1)}
+    assert rows["peak memory"] == [
+        f"{sum(r.memory.values()) / gib:.2f}" if i == 0 else "GiB" for r in reports for i in (0, 1)
+    ]
+    for part in dryrun.PARTS:
+        assert rows[part][::2] == [f"{report.memory[part] / gib:.2f}" for report in reports]
+    planned = Memory(cfg, 8, gpus_per_node=1)
+    assert rows["CUDA graphs, about"][::2] == [f"{planned.graph(rank) / gib:.2f}" for rank in (0, 1)]
+    assert rows["tp all-gather"] == "2 x, 4.00 GiB 1 x, 1.00 GiB".split() and "dp_cp all-gather" not in rows
+    assert rows["pp send"] == "1 x, 0.50 GiB 1 x, 0.50 GiB".split() and rows["seconds for this"] == ["1.2", "1.2"]
+    assert rows[""] == "rank 0 (pp 0) rank 6 (pp 1), fullest".split()
+    for found, report, sums in zip(json.loads(dryrun.as_json(reports)), reports, traffic):
+        assert found["peak_bytes"] == report.peak_bytes == sum(report.memory.values())
+        assert found["traffic"] == sums and found["rank"] == report.rank
+        assert [kind for kind, *_ in found["collectives"]] == [kind for kind, *_ in report.collectives]
+    later = config(cfg, dict(train=dict(batch_ramp=(4, 4, 64))))
+    (first, *_) = dryrun.table(later, 8, reports, 1)
+    assert first.endswith("4 microbatches of 1 (the first steps have 2)")
+
+
+def test_a_pipeline_that_a_batch_just_fills_is_not_doubted(capsys):
+    for batch, doubted in ((4, False), (3, True)):
+        dryrun.warn_of_bubble(settings(LLAMA, parallel=dict(pp=4), train=dict(global_batch_size=batch)), 4)
+        assert bool(capsys.readouterr().err) == doubted
+
+
+def test_the_report_names_each_kernel_that_was_replaced():
+    plain = settings(LLAMA, model=dict(num_layers=1, attention="reference"))
+    fused = config(fp8("delayed"), dict(model=dict(num_layers=1, attention="auto")))
+    names = [
+        [line.partition(":")[0] for line in dry_run(cfg, world).replaced] for cfg, world in ((plain, 1), (fused, 2))
+    ]
+    assert names == [
+        ["Triton"],
+        ["Triton", "attention by cudnn", "FP8 by te", "NCCL, and memory that a node's GPUs share"],
+    ]
+
+
 def test_a_run_that_is_not_dry_keeps_all_of_its_arguments():
     assert dryrun.split(["train.steps=3", "--resume", "--world=4"]) == (
         None,

@@ -14,6 +14,7 @@ from browser import PROGRAM, Browser
 from layouts import GPT3, LLAMA, config
 from minitron.comm.mesh import Mesh
 from minitron.config import cli, rules
+from minitron.config.sizes import bucket_limit
 from minitron.kernels.param import Shard
 from minitron.optim import buckets
 from minitron.optim.scaler import LossScaler
@@ -125,6 +126,15 @@ def test_all_that_a_block_computes_is_listed_in_its_layer(base):
         *between("norm1", "add_norm_backward"),
     ]
     events = dry_trace(cfg, 2, 0)["events"]
+    tokens, m = cfg.train.micro_batch_size * cfg.train.seq_len, cfg.model
+    h, f, heads, groups = 64, 96, m.num_heads * m.head_width, 2 * m.kv_heads * m.head_width
+    weights = {"qkv": h * (heads + groups), "out": heads * h, "up": h * f * (1 if base is GPT3 else 2), "down": f * h}
+    pairs = 4 * cfg.train.micro_batch_size * heads * cfg.train.seq_len**2 / 2  # of the two products, under the mask
+    for event in events:
+        if event["kind"] == "product":
+            assert event["flops"] == 2 * tokens * weights[event["layer"].rpartition(".")[2]] / 2  # one of two tp ranks
+        elif event["kind"] == "attention":
+            assert event["flops"] == pairs / 2 * (1 if event["phase"] == "Forward" else 2.5)
     for phase, expected in (("Forward", forward), ("Backward", backward)):
         mine = [e for e in events if e["phase"] == phase and e["kind"] not in ("keep", "comm")]
         assert [(e["kind"], e["name"], e["layer"].removeprefix("blocks.0.")) for e in mine] == expected
@@ -217,6 +227,80 @@ def test_beside_uneven_stages_the_other_schedules_have_even_ones():
     assert not any("error" in schedule for schedule in (own, interleaved, zero_bubble))
 
 
+def test_the_page_has_the_sizes_of_the_job_and_who_has_which_tokens():
+    """Of traces without a run, whose ranks stand for all: two data ranks, each of two parts of a sequence."""
+    cfg = config(CFG, dict(parallel=dict(cp=2, pp=2), train=dict(micro_batch_size=2), precision=dict(dtype="bf16")))
+    cfg = config(cfg, dict(parallel=dict(layers_per_stage=(1, 3)), train=dict(global_batch_size=16, seq_len=32)))
+    few = pages.few_microbatches(cfg, 16)
+    tour = Tour("", cfg, 16, None, CFG, 4, False, [], {r: dry_trace(few, 16, 8 * r) for r in (0, 1)}, [], [], [])
+    tour = replace(tour, holds=list(tour.dry.values()))
+    with mock.patch.object(pages, "proof", lambda tour: {}):
+        found = content(tour)
+    s, h = cfg.train.seq_len, cfg.model.hidden_size
+    assert found["sizes"] == {"pp": 2, "dp": 2, "cp": 2, "tp": 2, "vp": 1} and found["world"] == 16
+    assert (found["microbatches"], found["source"], found["per_node"]) == (4, "dry", 8)
+    assert found["message"] == [s // 2 // 2, 2, h] and found["stages"] == [[0, 1], [1, 4]]
+    assert found["accumulates_in"] == cfg.optimizer.accumulates_in and found["samples"] == {}
+    assert {rank: groups["tp"] for rank, groups in found["groups"].items()} == {0: [0, 1], 8: [8, 9]}
+    halves = [sorted(x for first, last in places for x in range(first, last + 1)) for places in found["tokens"]]
+    assert sorted(sum(halves, [])) == list(range(s)) and halves[0] == [*range(s // 4), *range(s * 3 // 4, s)]
+    wide = replace(tour, cfg=config(cfg, dict(parallel=dict(tp=1))), world=1024)  # a bucket is of dp and cp
+    with mock.patch.multiple(pages, proof=mock.DEFAULT, schedules=mock.DEFAULT, memory=mock.DEFAULT):
+        assert content(wide)["bucket_bytes"] == bucket_limit(512) != bucket_limit(256)
+
+
+def test_the_rows_of_a_proof_make_its_verdict(tour):
+    """What has no limit, as a difference in FP8, does not fail it."""
+    for ok, whole in ((True, True), (None, True), (False, False)):
+        found = pages.proof(replace(tour, proofs=[{"rows": [pages.judged("x", ok, "")]}]))
+        assert found["ok"] is whole and found["rows"][0] == pages.judged("x", ok, "") | {"run": "4 trained ranks"}
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_replicas_that_hold_other_parts_show(tour, same):
+    other = tour.real[1] | {"rank": 5, "params": tour.real[1 if same else 3]["params"]}
+    rows = {row["name"]: row for row in pages.checks(CFG, *[[*tour.real, other]] * 2)}
+    row = rows["ranks that should hold the same parts do"]
+    assert row["ok"] is same and row["text"] == ("5 ranks" if same else "ranks 1 and 5")
+
+
+def test_one_forward_too_early_on_any_rank_shows():
+    """The last of four ranks holds two microbatches, which the first may."""
+    ops = [schedules.operations(4, 1, 8, r) for r in range(4)]
+    for rank in range(1, 4):
+        early = [list(of) for of in ops]
+        at = 2 * (3 - rank) // 2 + 1  # its first backward
+        assert isinstance(early[rank][at - 1], Forward) and isinstance(early[rank][at + 1], Forward)
+        early[rank][at : at + 2] = early[rank][at + 1], early[rank][at]
+        own = Schedule(4, 1, 8, schedules._with_exchanges(4, 1, 8, early))
+        held = {row["name"]: row for row in pages.schedule_rules(own)}[
+            "ranks hold no more activations than their schedule needs"
+        ]
+        assert held["ok"] is False and held["text"] == f"rank {rank} holds {5 - rank}, not {4 - rank}"
+
+
+@pytest.mark.parametrize("pp, vp, m, kind, rule", [(2, 1, 4, "1f1b", "25.00%"), (4, 2, 8, "1f1b", "18.75%"),
+                                                   (4, 1, 8, "zb-h1", "12.50%"), (4, 2, 6, "1f1b", None)])  # fmt: skip
+def test_the_bubble_is_held_against_its_formula(pp, vp, m, kind, rule):
+    rows = {row["name"]: row for row in pages.schedule_rules(make(pp, vp, m, kind))}
+    row = rows.get("the bubble is that of its schedule")
+    assert row is None if rule is None else row["ok"] and row["text"].endswith(f"by the formula {rule}")
+
+
+def test_a_few_microbatches_are_drawn_and_all_are_timed():
+    machine = choose_machine("h100", None, path=DEVICES)
+    cfg = config(CFG, dict(precision=dict(dtype="bf16"), train=dict(seq_len=512, global_batch_size=40)))
+    tour = Tour("", cfg, 4, machine, cfg, 4, True, [], {}, [], [], [])
+    for row, kind in zip(pages.schedules(tour, make(2, 1, 8)), ("1f1b", None, "zb-h1")):
+        if kind is not None:
+            whole, few = (plan(config(cfg, dict(parallel=dict(schedule=kind), train=dict(global_batch_size=n))), 4,
+                               machine).timeline for n in (40, 8))  # fmt: skip
+            assert (row["microbatches"], row["of"]) == (8, 40) and len(row["events"]) == len(few.events)
+            assert (row["makespan"], row["whole"]) == pytest.approx((few.makespan, whole.makespan))
+            assert row["bubble"] == pytest.approx(whole.bubble)
+            assert row["idle"] == pytest.approx(whole.bubble / (1 + whole.bubble))
+
+
 def test_a_twin_is_described_by_what_it_has_less_of():
     twin = config(CFG, dict(model=dict(num_layers=2), train=dict(seq_len=16), parallel=dict(pp=1)))
     tour = Tour("", CFG, 8, None, twin, 2, False, [], {}, [], [], [])
@@ -239,6 +323,12 @@ def test_few_microbatches_fill_each_pipeline_rank_twice(pp, count, few):
 def test_traffic_is_that_of_all_microbatches_and_sums_of_gradients_are_listed():
     """As if all had been recorded. A tied table is summed over data ranks, then over the stages that have it."""
     cfg = config(GPT3, dict(model=MODEL | dict(num_kv_heads=None), parallel=dict(tp=2, pp=2)))
+    split = config(cfg, dict(parallel=dict(tp=1, cp=2), train=dict(global_batch_size=24)))
+    of_split = Tour("", split, 8, None, split, 8, True, [], {}, [], [], [])
+    few, whole = (pages.traffic(of_split, dry_trace(x, 8, 0), 2) for x in (pages.few_microbatches(split, 8), split))
+    near = {row["axis"]: (row["inside"], row["members"]) for row in few}  # in nodes of two GPUs
+    expected = {"cp": (True, [1]), "dp_cp": (False, [0, 1, 2, 3]), "pp": (False, [4])}
+    assert few == whole and near | expected == near
     cfg = config(cfg, dict(train=dict(global_batch_size=24)))
     tour = Tour("", cfg, 8, None, cfg, 8, True, [], {}, [], [], [])
     for rank in (0, 4):
