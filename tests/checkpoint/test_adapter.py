@@ -114,6 +114,8 @@ def test_merged_and_peft_equal_the_trained_adapter(bases, tmp_path, name, target
     # A run that starts from an adapter's checkpoint starts from the merged weights.
     again, _ = start_trainer(tuning(bases(name), "sft", start=tmp_path / "run"))
     assert_close_rel(logits_of(again, batch), ours, 1e-5)
+    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (settings["r"], settings["lora_alpha"], settings["lora_dropout"]) == (4, 8.0, 0.1)
 
 
 def test_peft_opens_the_base_of_an_imported_checkpoint(bases, tmp_path):

@@ -21,7 +21,7 @@ from minitron.checkpoint.boxes import TensorShard
 from minitron.checkpoint.reader import Reader
 from minitron.comm.mesh import Mesh
 from minitron.config import cli, rules
-from minitron.config.schema import Config
+from minitron.config.schema import Config, ModelConfig, RopeScaling
 from minitron.data.batch import Batch
 from minitron.interop import convert_hf, hf, import_weights, progress, rows
 from minitron.interop.hf_write import settings_of
@@ -293,6 +293,63 @@ def test_every_version_of_config_json_says_the_same(folders):
     assert (bare.norm_eps, bare.max_positions) == (default.rms_norm_eps, default.max_position_embeddings)
     assert bare.tie_embeddings == default.tie_word_embeddings
     assert bare.rope_theta == default.rope_parameters["rope_theta"]
+
+
+SIZES = dict(num_layers=3, hidden_size=48, ffn_hidden_size=40, vocab_size=90, max_positions=64, norm_eps=1e-3)
+RATES = dict(hidden_dropout=0.1, attention_dropout=0.2)
+LLAMA_SETTINGS = {
+    **{"num_hidden_layers": 3, "hidden_size": 48, "intermediate_size": 40, "vocab_size": 90, "rms_norm_eps": 1e-3},
+    **{"max_position_embeddings": 64, "tie_word_embeddings": False, "rope_theta": 77.0, "rope_scaling": None},
+    **{"attention_dropout": 0.2, "hidden_act": "silu", "bos_token_id": None, "eos_token_id": None},
+}
+QWEN_SETTINGS = {"use_sliding_window": False, "use_mrope": False}
+
+
+@pytest.mark.parametrize(
+    "model, expected",
+    [
+        (
+            dict(num_heads=6, num_kv_heads=2, head_dim=16),
+            {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "head_dim": 16, "num_key_value_heads": 2}
+            | {"num_attention_heads": 6, "attention_bias": False, "mlp_bias": False},
+        ),
+        (
+            dict(num_heads=5, num_kv_heads=None, head_dim=8),  # heads that transformers' Llama does not have
+            {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "head_dim": 8, "num_key_value_heads": 5}
+            | {"num_attention_heads": 5, "sliding_window": None},
+        ),
+        (
+            dict(num_heads=6, num_kv_heads=3, qkv_bias=True),
+            {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "head_dim": 8, "num_key_value_heads": 3}
+            | {"num_attention_heads": 6, **QWEN_SETTINGS},
+        ),
+        (
+            dict(num_heads=6, num_kv_heads=3, qk_norm=True),
+            {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 8, "num_key_value_heads": 3}
+            | {"num_attention_heads": 6, "attention_bias": False, **QWEN_SETTINGS},
+        ),
+    ],
+)
+def test_settings_of_a_llama_are_written_key_by_key(model, expected):
+    model = ModelConfig(**SIZES, **RATES, **model, rope_theta=77.0)
+    scaled = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.5, "high_freq_factor": 3.0}
+    scaled |= {"original_max_position_embeddings": 32}
+    for dtype, name in ("fp32", "float32"), ("fp16", "float16"), ("bf16", "bfloat16"):
+        assert settings_of(model, dtype) == LLAMA_SETTINGS | expected | {"torch_dtype": name}
+    longer = dataclasses.replace(model, rope_scaling=RopeScaling(2.0, 1.5, 3.0, 32), tie_embeddings=True)
+    changes = {"torch_dtype": "float32", "rope_scaling": scaled, "tie_word_embeddings": True}
+    assert settings_of(longer, "fp32") == LLAMA_SETTINGS | expected | changes
+
+
+def test_settings_of_a_gpt_are_written_key_by_key():
+    model = ModelConfig("gpt", num_heads=6, num_kv_heads=None, positions="learned", **SIZES, **RATES)
+    assert settings_of(model, "bf16") == {
+        **{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "torch_dtype": "bfloat16"},
+        **{"n_layer": 3, "n_embd": 48, "n_inner": 40, "n_head": 6, "vocab_size": 90, "n_positions": 64},
+        **{"layer_norm_epsilon": 1e-3, "tie_word_embeddings": False, "activation_function": "gelu_new"},
+        **{"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.2, "bos_token_id": None, "eos_token_id": None},
+        **{"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
+    }
 
 
 def single(folder, target, change) -> Path:

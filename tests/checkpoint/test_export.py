@@ -196,7 +196,7 @@ def source(tokenizers, tmp_path):
     for path in Path(tokenizers["hf"][3:]).iterdir():
         (tmp_path / "source" / path.name).write_bytes(path.read_bytes())
     (tmp_path / "source" / "chat_template.jinja").write_text("{{ messages }}")
-    generation = {"eos_token_id": [499, 3], "temperature": 0.6, "top_p": 0.9, "do_sample": True}
+    generation = {"eos_token_id": [499, 3], "pad_token_id": 2, "temperature": 0.6, "top_p": 0.9, "do_sample": True}
     (tmp_path / "source" / "generation_config.json").write_text(json.dumps(generation))
     (tmp_path / "source" / "tokenization_custom.py").write_text("raise SystemExit")
     return tmp_path / "source"
@@ -211,7 +211,7 @@ def test_an_import_keeps_what_an_export_gives_back(source, tmp_path, capsys):
     kept = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"}
     assert out == kept | {"config.json", "model.safetensors"}, "no code of others"
     settings = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert settings["eos_token_id"] == [499, 3] and "temperature" not in settings
+    assert (settings["eos_token_id"], settings["pad_token_id"]) == ([499, 3], 2) and "temperature" not in settings
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["temperature"] == 0.6
     assert f"with the tokenizer of {tmp_path / 'imported'}" in capsys.readouterr().out
 
@@ -444,10 +444,24 @@ def test_each_third_save_and_the_last_are_exported(tmp_path, monkeypatch, every)
     keys = [f"checkpoint.dir={tmp_path}", "train.steps=70", "checkpoint.export=hf", "checkpoint.export_every=3"]
     one, started = Exporter(cli.load([*TINY, *keys, *every]), SimpleNamespace(info=lambda _: None)), []
     ended = SimpleNamespace(poll=lambda: 0, communicate=lambda: ("", ""), returncode=0)
-    monkeypatch.setattr(exporting.subprocess, "Popen", lambda words, **_: started.append(words[-2].name) or ended)
+    begun = lambda words, start_new_session, **_: started.append(start_new_session and words[-2].name) or ended
+    monkeypatch.setattr(exporting.subprocess, "Popen", begun)
     for step in range(10, 80, 10):
         one.saved(tmp_path / f"step_{step}", step)
-    assert started == ["step_30", "step_60", "step_70"]
+    assert started == ["step_30", "step_60", "step_70"], "each in a session of its own: Ctrl-C is for the run alone"
+    one.saves = 0
+    for step in range(10, 80, 10):
+        (tmp_path / f"step_{step}-hf").mkdir()
+        one.saved(tmp_path / f"step_{step}", step)
+    assert started[3:] == [], "a folder that is there stays as it is"
+
+
+@pytest.mark.parametrize("every, due", [("10", [30, 60, 70]), ("0", [70]), ("null", [70])])
+def test_saves_between_the_interval_s_are_not_exported(every, due):
+    """As one that a signal asks for, and those in local_dir."""
+    keys = ["train.steps=70", "checkpoint.export=hf", "checkpoint.export_every=3", f"checkpoint.every={every}"]
+    one = Exporter(cli.load([*TINY, *keys, "checkpoint.dir=a"]), None)
+    assert [step for step in range(1, 71) if one.due(step)] == due
 
 
 def test_a_signal_ends_the_export_and_leaves_nothing(tmp_path, monkeypatch):

@@ -446,6 +446,93 @@ def test_templates_of_a_folder(bpe, tmp_path):
             load_tokenizer(f"hf:{tmp_path}", cache=cache)
 
 
+def test_a_table_s_text_of_no_tools_is_none(bpe):
+    """As of a column in which other rows have tools: their template leaves nothing out."""
+    ours = ours_of(of_transformers(bpe, CHATML))
+    ours.chat.template.__class__ = Here
+    plain = encode(ours, said("a", "b"))
+    for tools in "[]", [], "", None:
+        assert encode_row({"messages": said("a", "b"), "tools": tools}, ours, False, Counter()) == plain
+
+
+ASKED = {"role": "user", "content": "a"}
+BLOCK = "{% for m in messages %}{{ m.role }}: {% generation %}\n{{ m.content }}\n\n{% endgeneration %}{% endfor %}!"
+
+
+@pytest.mark.parametrize(
+    "template, chat, text, spans",
+    [
+        ("{{ messages[0].name is defined }}", {"messages": [ASKED | {"name": None}]}, "False", []),
+        ("{{ documents is none }}{{ tools is none }}", {}, "TrueTrue", []),
+        ("{{ messages[0].content }}{{ add_generation_prompt }}", {"add_generation_prompt": ...}, "aFalse", []),
+        ("{{ add_generation_prompt }}", {"add_generation_prompt": False}, "False", []),
+        ("{{ add_generation_prompt }}", {"add_generation_prompt": True}, "True", []),
+        ("{{ bos_token }}{{ eos_token }}", {"chat_template_kwargs": {"eos_token": "<e>", "x": 1}}, "<b><e>", []),
+        ("{{ tools | length }}", {"tools": [1, 2], "add_generation_prompt": True}, "2", []),
+        ("{{ 'aé<' | tojson }}", {}, '"aé<"', []),
+        ("{{ {'b': 1, 'a': [2]} | tojson(indent=1) }}", {}, '{\n "b": 1,\n "a": [\n  2\n ]\n}', []),
+        ("{{ {'b': 1, 'a': 2} | tojson(separators=(',', ':'), sort_keys=true) }}", {}, '{"a":2,"b":1}', []),
+        ("{{ 'é' | tojson(ensure_ascii=true) }}", {}, '"\\u00e9"', []),
+        ("{% for i in range(9) %}{% if i > 1 %}{% break %}{% endif %}{{ i }}{% endfor %}", {}, "01", []),
+        ("a\n  {% if true %}\n  b\n  {% endif %}\nc", {}, "a\n  b\nc", []),
+        ("{{ strftime_now('%d %b %Y') }}", {}, "26 Jul 2024", []),
+        (
+            BLOCK,
+            {"messages": said("ab", "c\nd"), "add_generation_prompt": ...},
+            "user: ab\n\nassistant: c\nd\n\n!",
+            [(6, 10), (21, 26)],
+        ),
+        (BLOCK, {"add_generation_prompt": False}, "user: a\n\n!", []),
+    ],
+)
+def test_what_a_template_reads_and_what_it_writes(template, chat, text, spans):
+    """A space before a block and the newline after it are none of the text; a block's begin with its line."""
+    chat = {"messages": [ASKED], "add_generation_prompt": False} | chat
+    chat = {key: value for key, value in chat.items() if value is not ...}
+    tokens = {"bos_token": "<b>", "eos_token": "</s>"}
+    assert chat_template._render(chat_template._sandbox()(template), True, chat, tokens) == (text, spans)
+
+
+@pytest.mark.parametrize(
+    "given, reasoning, thinking",
+    [
+        ({}, "-", "-"),
+        ({"reasoning_content": "a"}, "a", "a"),
+        ({"thinking": "b"}, "b", "b"),
+        ({"reasoning": "c"}, "c", "c"),
+        ({"reasoning": "c", "thinking": "b"}, "b", "b"),
+        ({"thinking": "b", "reasoning_content": "a"}, "a", "b"),
+        ({"thinking": "b", "reasoning_content": None}, "b", "b"),
+    ],
+)
+def test_a_thought_has_both_names_that_templates_read(given, reasoning, thinking):
+    template = chat_template._sandbox()("{{ messages[1].reasoning_content or '-' }}{{ messages[1].thinking or '-' }}")
+    chat = {"messages": [ASKED, {"role": "assistant", "content": "x"} | given], "add_generation_prompt": False}
+    assert chat_template._render(template, False, chat, {})[0] == reasoning + thinking
+
+
+def test_tokens_are_trained_that_overlap_an_answer_and_marks_are_dropped():
+    text, spans = f"ab{MARK}cdefgh{MARK}ijk", [(3, 5), (5, 7), (9, 12)]
+    random = np.random.default_rng(0)
+
+    def parts_of(places):
+        encode = lambda _: (text, spans, range(len(places)), places)
+        template = SimpleNamespace(fingerprint="", close=None, encode=encode)
+        return Chats(template, SimpleNamespace(special={})).encode({"messages": []})
+
+    for _ in range(60):
+        cuts = [0, *sorted({*random.integers(1, 12, 7).tolist(), 2, 3, 9, 10}), len(text)]
+        places = [place for place in pairwise(cuts)] + [(4, 4)] * int(random.integers(2))
+        places.sort()
+        parts = parts_of(places)
+        kept = [i for i, (begin, end) in enumerate(places) if MARK not in text[begin:end]]
+        mask = mask_of([places[i] for i in kept], spans)
+        assert ids_and_mask(parts) == (kept, mask) and all(parts[1:])
+    for wide in (1, 3), (2, 4), (1, 4):
+        with pytest.raises(ValueError, match="a special token that cannot be read as text"):
+            parts_of([wide])
+
+
 # ---- templates that do harm, or are wrong ---------------------------------------------------------------------------
 
 HOSTILE = {

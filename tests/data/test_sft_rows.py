@@ -162,6 +162,38 @@ def test_messages_come_before_turns_and_turns_before_instructions():
     assert to_messages(others)["messages"] == ASKED[1]
 
 
+@pytest.mark.parametrize(
+    "row, messages",
+    [
+        ({"prompt": "end", "messages": ASKED[2]}, ASKED[2]),  # a question behind the system's message
+        ({"instruction": "", "input": "the", "output": "it"}, [message("user", "the"), message("assistant", "it")]),
+        (
+            {"conversations": [{"from": "tool", "value": "a"}, {"from": "bing", "value": "b", "name": "c"}]},
+            [message("tool", "a"), message("assistant", "b") | {"name": "c"}],
+        ),
+        ({"messages": [message("user", "a") | {"weight": 0}]}, [message("user", "a") | {"weight": 0}]),
+        (
+            {"messages": [message("assistant", "a") | {"weight": 1}], "id": 7},
+            [message("assistant", "a") | {"weight": 1}],
+        ),
+        ({"prompt": ASKED[0][:1], "completion": ASKED[0][1:]}, ASKED[0]),
+        (
+            {"prompt": "end", "messages": [message("user", "end")], "system": "x"},
+            [message("system", "x"), message("user", "end")],
+        ),
+    ],
+)
+def test_the_messages_of_a_row_and_nothing_else_of_it(row, messages):
+    kept = {key: row[key] for key in row.keys() & {"id", "system", "instruction", "input", "output", "conversations"}}
+    assert to_messages(row) == kept | {"messages": messages}
+
+
+@pytest.mark.parametrize("row", [{"instruction": None, "input": "a", "output": "b"}, {"instruction": "a", "output": 3}])
+def test_what_is_no_text_is_no_instruction_and_no_answer(row):
+    with pytest.raises(TypeError):
+        to_messages(row)
+
+
 def test_a_key_system_is_the_first_message_of_every_kind_of_row(tmp_path):
     for row in {"messages": ASKED[0]}, {"conversations": TURNS}:
         ((_, found),) = read_rows(write(tmp_path, [row | {"system": "it"}]))

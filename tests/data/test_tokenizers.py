@@ -181,6 +181,19 @@ def test_gpt2_s_files_may_have_transformers_names(gpt2_folder, tmp_path):
         load_tokenizer(f"gpt2:{tmp_path}")
 
 
+def test_published_names_come_first_and_a_merge_may_look_like_a_comment(gpt2_folder, tmp_path):
+    for name, other in ("encoder.json", "vocab.json"), ("vocab.bpe", "merges.txt"):
+        (tmp_path / name).write_bytes((gpt2_folder / name).read_bytes())
+        (tmp_path / other).write_text("damaged")
+    plain = load_tokenizer(f"gpt2:{tmp_path}")
+    encoder = json.loads((gpt2_folder / "encoder.json").read_text())
+    last = encoder["<|endoftext|>"]
+    (tmp_path / "encoder.json").write_text(json.dumps(encoder | {"##": last, "<|endoftext|>": last + 1}))
+    with open(tmp_path / "vocab.bpe", "a") as file:
+        file.write("# #\n")
+    assert load_tokenizer(f"gpt2:{tmp_path}").encode("the##") == [*plain.encode("the"), last]
+
+
 @settings(max_examples=150, deadline=None)
 @given(text=any_text)
 def test_llama3_equals_the_plain_loop(llama3_file, text):

@@ -11,8 +11,10 @@ import sentencepiece
 
 from minitron.config.schema import DataConfig
 from minitron.data.build import build_datasets
+from minitron.data.cache import Cache
 from minitron.data.corpus import read_sources
 from minitron.data.sft import encode_chat
+from minitron.interop import tokenizers
 from minitron.interop.rows import READERS
 from minitron.interop.tokenizers import LLAMA3_SPLIT, SPECIAL, _content, _printable_bytes, load_tokenizer
 
@@ -162,6 +164,65 @@ def test_a_vocabulary_with_a_gap_is_as_large_as_its_last_id(tmp_path):
     assert opened(10).train[0].tokens.tolist() == [0, 1, 9, 9, 9]
     with pytest.raises(ValueError, match="model.vocab_size=9"):
         opened(9)
+
+
+@pytest.fixture
+def words(tmp_path, monkeypatch):
+    """Load a tokenizer of words whose file puts `first` before a text, with these files beside it."""
+    monkeypatch.setattr(tokenizers, "_try", lambda *_: "passed")
+
+    def load(first=None, **files):
+        vocabulary = {"the": 0, "<s>": 1, "</s>": 2, "?": 3, "it": 4}
+        model = library.Tokenizer(library.models.WordLevel(vocabulary, unk_token="?"))
+        model.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()
+        model.add_special_tokens(["<s>", "</s>"])
+        model.add_tokens(["it"])
+        if first:
+            place = [(first, model.token_to_id(first))]
+            model.post_processor = library.processors.TemplateProcessing(f"{first} $A", special_tokens=place)
+        model.save(str(tmp_path / "tokenizer.json"))
+        for name in "special_tokens_map", "tokenizer_config":
+            (tmp_path / f"{name}.json").write_text(json.dumps(files.get(name, {})))
+        return load_tokenizer(f"hf:{tmp_path}")
+
+    return load
+
+
+@pytest.mark.parametrize(
+    "first, settings, bos",
+    [
+        (None, {}, None),
+        ("<s>", {}, 1),
+        ("</s>", {}, None),  # of a model whose documents end with it: what fine-tuning does not put before a text
+        ("the", {}, None),  # a word
+        ("it", {}, 4),  # added, as the tokens of T5's tasks
+        (None, {"bos_token": "<s>"}, None),
+        (None, {"bos_token": "<s>", "add_bos_token": False}, None),
+        (None, {"bos_token": "<s>", "add_bos_token": True}, 1),
+        (None, {"bos_token": {"content": "</s>"}, "add_bos_token": True}, 2),
+        ("<s>", {"bos_token": "no such", "add_bos_token": True}, 1),
+    ],
+)
+def test_a_text_begins_as_settings_or_the_file_s_template_say(words, first, settings, bos):
+    tokenizer = words(first, tokenizer_config={"eos_token": "</s>"} | settings)
+    assert (tokenizer.bos, tokenizer.eod) == (bos, 2)
+    assert tokenizer.special == {"<s>": 1, "</s>": 2} and tokenizer.encode("it the") == [4, 0]
+
+
+@pytest.mark.parametrize(
+    "older, newer, eod",
+    [({"eos_token": "<s>"}, {"eos_token": "</s>"}, 2), ({"eos_token": "<s>"}, {"eos_token": None}, 1)],
+)
+def test_the_newer_file_of_settings_wins_unless_it_says_nothing(words, older, newer, eod):
+    assert words(special_tokens_map=older, tokenizer_config=newer).eod == eod
+
+
+def test_one_process_of_a_node_tries_a_file(hf, tmp_path, monkeypatch):
+    tried = []
+    monkeypatch.setattr(tokenizers, "_try", lambda text, *_: tried.append(text) or "passed")
+    for first in False, True, True:
+        load_tokenizer(f"hf:{hf}", cache=Cache(tmp_path, first_on_node=first))
+    assert tried == [(hf / "tokenizer.json").read_bytes()]
 
 
 def test_the_fingerprint_is_that_of_the_tokens(hf, tmp_path):
