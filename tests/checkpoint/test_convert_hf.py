@@ -364,6 +364,19 @@ def single(folder, target, change) -> Path:
     return target
 
 
+def test_a_bare_model_s_files_may_hold_a_head(folders, tmp_path):
+    def change(tensors):
+        for name in [name for name in tensors if name.startswith("model.")]:
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    bare, plain = (
+        hf.FolderReader(single(folders("llama"), tmp_path / "bare", change)),
+        hf.FolderReader(folders("llama")),
+    )
+    assert "head.weight" in bare.names()
+    assert all(torch.equal(whole(bare, name), whole(plain, name)) for name in plain.names())
+
+
 def test_tensors_that_older_files_hold_besides(folders, tmp_path):
     def bare(tensors):  # as the hub has GPT-2: saved from the model without head, masks included
         for name in list(tensors):

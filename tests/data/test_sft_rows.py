@@ -8,6 +8,7 @@ import os
 import re
 import resource
 from collections import Counter
+from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -212,9 +213,11 @@ def test_columns_that_json_has_no_value_for_are_null(tmp_path):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     data, path = rows(3), tmp_path / "a.parquet"
     score, picture = pyarrow.array([math.nan, 1.0, math.inf]), pyarrow.array([b"\xff"] * 3)
+    day = pyarrow.array([None, None, date(2024, 7, 26)])
     columns = {key: [row[key] for row in data] for key in data[0]}
-    parquet.write_table(pyarrow.table(columns | {"score": score, "picture": picture}), path)
-    assert [row for _, row in read_rows(str(path))] == [data[0], data[1] | {"score": 1.0}, data[2]]
+    parquet.write_table(pyarrow.table(columns | {"score": score, "picture": picture, "day": day}), path)
+    expected = [data[0], data[1] | {"score": 1.0}, data[2] | {"day": "2024-07-26"}]
+    assert [row for _, row in read_rows(str(path))] == expected
     parquet.write_table(pyarrow.table(columns | {"completion": picture}), path)
     with pytest.raises(ValueError, match="row 1.* has prompt of the keys"):
         datasets(tmp_path, [path])
