@@ -248,6 +248,18 @@ def test_the_other_recipes_take_no_scale_from_earlier_steps(recipe):
     assert [scale / scales[0] for scale in scales] == ([1, 1, 2] if recipe == "delayed" else [1, 2, 8])
 
 
+@pytest.mark.parametrize("kind", [None, "sft", "lora"])
+def test_only_lora_keeps_the_cast_of_a_weight_over_a_step(kind):
+    cfg = config({"model": {"num_layers": 1}, "precision": {"fp8": "current", "fp8_backend": "torch"}})
+    cfg = dataclasses.replace(cfg, finetune=dataclasses.replace(cfg.finetune, kind=kind))
+    state = Fp8State(cfg, range(1), False, Mesh.offline(), Kernels(fp8=choose_fp8(cfg.precision, CPU)))
+    gemm, weight = state.gemm(0), randn("weight", 128, 128)
+    x = gemm.quantize(randn("x", 128, 128), columnwise=False, update_history=True)
+    before = gemm.forward(weight)(x)
+    Fp8States([state]).end_step()
+    assert torch.equal(gemm.forward(2 * weight)(x), before * (1 if kind == "lora" else 2))
+
+
 def test_a_tensor_of_zeros_has_scale_one():
     scaling = DelayedScaling(("x", "dy"), (), CPU)
     scaling.amax[1] = 2.0

@@ -131,6 +131,13 @@ def flip(ranks, at, name, trainer):
         bits[(0,) * bits.dim()] ^= 1
 
 
+def swap(ranks, at, name, trainer):
+    """Two rows change places on these ranks: the same numbers in another order."""
+    if trainer.mesh.rank in ranks and trainer.mesh.activity.step == at:
+        rows = parameter(trainer, name)[:2]
+        rows.copy_(rows.flip(0))
+
+
 def nudge(rank, at, name, trainer):
     """From a step on, one rank's parameter is updated differently. Data parallelism would make it equal again."""
     if trainer.mesh.rank == rank and trainer.mesh.activity.step >= at:
@@ -265,12 +272,12 @@ def test_a_flipped_bit_is_noticed_though_the_next_update_repairs_it(ranks):
     )
 
 
-def test_a_flipped_bit_of_a_frozen_weight_is_noticed(ranks):
+def test_a_flipped_bit_and_a_swap_of_a_frozen_weight_are_noticed(ranks):
     cfg, name = small(LLAMA, **LORA, parallel=dict(tp=2)), "blocks.0.attention.qkv.weight"
     assert found(ranks(4, run, cfg, partial(flip, [1], 3, name))) == (  # of tp rank 1, which rank 3 has, too
         f"iteration 4: rank 3 and rank 1 hold different copies of {name}; after iteration 2 they were equal"
     )
-    assert found(ranks(4, run, cfg, partial(flip, [2, 3], 2, name))) == (  # of both tp ranks: two shards
+    assert found(ranks(4, run, cfg, partial(swap, [2, 3], 2, name))) == (  # of both tp ranks: two shards
         f"iteration 2: rank 2 and rank 0 hold different copies of {name}, and of 1 more"
     )
 

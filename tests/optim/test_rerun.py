@@ -183,6 +183,7 @@ def test_what_was_usual_long_ago_is_forgotten_also_by_a_run_that_goes_on(monkeyp
     for _ in range(25):
         compared.history["loss"].append(2.0)
     resumed.restore(json.loads(json.dumps(compared.state())))
+    assert resumed.history == compared.history
     for run in compared, resumed:
         assert run._suspicion({"loss": 2.1, "gradient norm": 0.5}) is None
         assert "was 2 +- 0.02 in the last 25" in run._suspicion({"loss": 3.0, "gradient norm": 0.5})
@@ -201,7 +202,7 @@ def test_what_is_not_finite_is_always_suspicious_and_a_spike_only_against_enough
     "places, statuses",
     [
         (["a GPU 0", "a GPU 1", "b GPU 0", "b GPU 1"], [LOST, BROKEN, LOST, LOST]),
-        (["a", "b", "b", "b"], [LOST, BROKEN, BROKEN, LOST]),
+        (["a GPU 0", "b GPU 0", "b GPU 1", "b GPU 2"], [LOST, BROKEN, BROKEN, LOST]),
         (["a GPU 0", "a GPU 1", "b GPU 0", "b GPU 1"], [LOST, 1, 1, LOST]),
     ],
 )
@@ -360,13 +361,32 @@ def test_spikes_before_a_restart_count_among_those_in_a_row():
     assert [resumed.forward_backward([batch])[1] for _ in range(2)] == [True, False]
 
 
-@pytest.mark.parametrize("norm, skip", [(0.5, True), (math.inf, False)])
-def test_a_loss_that_is_not_finite_skips_the_update(norm, skip):
+@pytest.mark.parametrize(
+    "fp16, loss, norm, skip, told",
+    [
+        (False, math.nan, 0.5, True, True),
+        (False, math.nan, math.inf, False, True),
+        (False, 2.0, math.inf, False, True),
+        (True, math.nan, 0.5, True, True),
+        (True, math.nan, math.inf, False, True),
+        (True, 2.0, math.inf, False, False),  # the loss scale is too large
+    ],
+)
+def test_a_loss_that_is_not_finite_skips_the_update(fp16, loss, norm, skip, told):
     """If the norm is not finite, too, the optimizer skips it."""
-    compared = with_history(2.0, 0.5)
+    compared, said = with_history(2.0, 0.5), []
+    compared.log, compared.scaler.dynamic, compared.in_a_row = SimpleNamespace(warn=said.append), fp16, 2
     compared.gradients.square_sum = lambda: torch.tensor(norm**2, dtype=torch.float64)
-    compared.runner.forward_backward = lambda _: (torch.tensor(math.nan), False)
+    compared.runner.forward_backward = lambda _: (torch.tensor(loss), False)
     assert compared.forward_backward([SimpleNamespace(samples=torch.tensor([7]), count=1)])[1] is skip
+    assert len(said) == told and compared.in_a_row == (3 if skip else 0 if told else 2)
+
+
+def test_figures_are_those_of_the_mean_loss():
+    compared = a_rerun(Mesh.offline())
+    compared.scaler.loss_grad = lambda microbatches: torch.tensor(16.0) / microbatches
+    figures = compared._figures(torch.tensor(6.0), [SimpleNamespace(count=3), SimpleNamespace(count=1)])
+    assert figures == {"loss": 6.0 / 4, "gradient norm": 0.5 / (4 * 8)}
 
 
 def test_a_spike_that_is_skipped_is_no_overflow():
