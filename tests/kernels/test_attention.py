@@ -149,6 +149,34 @@ def test_auto_takes_the_fastest_that_fits():
     assert choose("reference", "cuda", torch.bfloat16, 64) is REFERENCE
 
 
+DROPOUT, DOCUMENTS, ON_A_RING = {"dropout": 0.1}, {"documents": True}, {"documents": True, "ring": True}
+
+
+@pytest.mark.parametrize(
+    "dtype, head_dim, options, name",
+    [
+        (torch.bfloat16, 64, {}, "cudnn"),
+        (torch.float16, 256, {}, "cudnn"),
+        (torch.bfloat16, 256, {"ring": True}, "cudnn"),
+        (torch.bfloat16, 264, {}, "reference"),
+        (torch.bfloat16, 100, {}, "reference"),
+        (torch.float32, 64, {}, "reference"),
+        (torch.bfloat16, 100, DROPOUT, "fused"),
+        (torch.bfloat16, 264, DROPOUT, "reference"),
+        (torch.float16, 64, DROPOUT, "fused"),
+        (torch.float32, 64, DROPOUT, "reference"),
+        (torch.bfloat16, 256, DOCUMENTS, "fused"),
+        (torch.float32, 64, DOCUMENTS, "reference"),
+        (torch.bfloat16, 256, ON_A_RING, "flash"),
+        (torch.bfloat16, 256, ON_A_RING | DROPOUT, "fused"),
+    ],
+)
+def test_a_dry_run_takes_the_backend_of_a_gpu_with_what_it_can_do(dtype, head_dim, options, name):
+    backend = choose("auto", "meta", dtype, head_dim, **options)
+    assert (backend.name, backend.masks_documents) == (name, name == "fused")
+    assert backend.has_dropout == (name in ("fused", "reference"))
+
+
 @pytest.mark.parametrize(
     "name, device, dtype, head_dim, dropout, message",
     [
@@ -205,6 +233,12 @@ def test_documents_are_given_to_a_kernel_that_masks_them_where_a_rank_has_the_se
     keys = ["precision.dtype=bf16", "data.separate_documents=true", *layout]
     cfg = cli.load([str(ROOT / "configs/llama3_8b.yaml"), *keys])
     assert kernels.choose(cfg, "meta").attention.name == backend
+
+
+def test_heads_have_the_width_of_their_key():
+    keys = ["precision.dtype=bf16", "model.head_dim=264"]  # wider than any kernel has them
+    cfg = cli.load([str(ROOT / "configs/llama3_8b.yaml"), *keys])
+    assert kernels.choose(cfg, "meta").attention.name == "reference"
 
 
 def test_missing_flash_attn_names_the_install_line(monkeypatch):

@@ -28,7 +28,7 @@ from minitron.kernels.fp8_scales import (
 )
 from minitron.kernels.fp8_torch import Operand
 from minitron.kernels.gemm import Activation, Gemm
-from minitron.kernels.kernels import Kernels, choose_fp8
+from minitron.kernels.kernels import Kernels, choose_apex, choose_fp8
 from minitron.kernels.param import GradSlot
 from minitron.model.lora import FIRST_SITE, Adapter
 from minitron.parallel.layer_context import LayerContext
@@ -627,6 +627,19 @@ def test_transformer_engine_needs_a_gpu():
 def test_blocks_on_a_gpu_need_transformer_engine():
     with pytest.raises(ValueError, match="=torch has blocks for CPUs only.*use precision.fp8_backend=te, or"):
         choose_fp8(precision("block"), torch.device("cuda"))
+
+
+@recipes
+def test_a_dry_run_needs_no_library_and_refuses_what_a_gpu_refuses(recipe):
+    """Its casts and products are those of torch, which have the shapes of Transformer Engine's."""
+    twin = {"block": fp8_torch.TorchBlockFp8}.get(recipe, fp8_torch.TorchFp8)
+    assert type(choose_fp8(PrecisionConfig(fp8=recipe, fp8_backend="te"), torch.device("meta"))) is twin
+    if recipe == "block":
+        with pytest.raises(ValueError, match="=torch has blocks for CPUs only"):
+            choose_fp8(precision(recipe), torch.device("meta"))
+    else:
+        assert type(choose_fp8(precision(recipe), torch.device("meta"))) is twin
+    assert choose_apex("apex", torch.device("meta")) is None
 
 
 def test_transformer_engine_that_is_not_installed(monkeypatch):
