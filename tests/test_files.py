@@ -1,11 +1,14 @@
 """What a user names as a file: only a regular one is read, and only JSON that is JSON."""
 
+import io
 import os
 import resource
+import unicodedata
 
 import pytest
 
 from minitron.config import files
+from minitron.config.text import printable, short
 from minitron.interop.limits import limited_memory
 
 
@@ -73,3 +76,23 @@ def test_what_is_no_json(text, message):
 def test_json(tmp_path):
     (tmp_path / "x").write_text('{"a": [1, 2.5, null, "b"]}')
     assert files.read_json(tmp_path / "x") == {"a": [1, 2.5, None, "b"]}
+
+
+def test_a_line_may_be_as_long_as_a_record(monkeypatch):
+    """With its newline, which the last one may lack."""
+    monkeypatch.setattr(files, "RECORD_BYTES", 5)
+    assert list(files.lines_of(io.BytesIO(b"abcd\n\nabcde"), "x")) == [b"abcd\n", b"\n", b"abcde"]
+    for text in b"a\nabcde\n", b"a\nabcdef":
+        with pytest.raises(ValueError, match="x: line 2 has more than"):
+            list(files.lines_of(io.BytesIO(text), "x"))
+
+
+def test_what_moves_a_cursor_or_turns_the_direction_of_writing_is_escaped():
+    def moves(character):
+        turns = unicodedata.bidirectional(character) in ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
+        return turns or unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") or character in "\u061c\u200e\u200f"
+
+    for character in map(chr, range(0x3000)):
+        assert (printable(character) != character) == moves(character), hex(ord(character))
+    assert printable("a\ud800\x1b") == "a\\ud800\\x1b"
+    assert (short(" a\n b"), short("ab", 2), short("abc", 2)) == ("a b", "ab", "ab...")

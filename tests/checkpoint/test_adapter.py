@@ -404,6 +404,13 @@ def test_an_adapter_that_is_not_what_its_index_says_is_refused(bases, tmp_path, 
         assert "of another model: blocks.0." in error_of(convert, "export", step, tmp_path / "out", *options)
 
 
+def test_both_parts_of_merged_weights_are_verified():
+    merged, verified = object.__new__(MergedAdapter), []
+    merged.adapter, merged.base = (SimpleNamespace(verify=lambda part=part: verified.append(part)) for part in "ab")
+    merged.verify()
+    assert verified == ["a", "b"]
+
+
 def test_a_base_of_another_shape(bases, tmp_path):
     cfg = tuning(bases("llama"))
     for key, value in (("num_layers", 4), ("norm_eps", 1e-6), ("vocab_size", 91)):

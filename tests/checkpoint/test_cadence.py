@@ -10,7 +10,7 @@ from fault_run import TINY
 from minitron import pretrain
 from minitron.checkpoint.interval import FIRST_STEPS, SaveInterval
 from minitron.config import cli, rules
-from minitron.config.save_interval import best_interval
+from minitron.config.save_interval import best_interval, duration
 
 
 def figures(step, seconds):
@@ -196,3 +196,20 @@ def test_a_printed_configuration_loads_again(tmp_path):
     cfg = cli.load(["checkpoint.every=auto", "checkpoint.mtbf_hours=2", "checkpoint.dir=x"])
     (tmp_path / "a.yaml").write_text("checkpoint: {every: auto, local_every: 'auto', mtbf_hours: 2, dir: x}")
     assert cfg.checkpoint.every == "auto" == cli.load([str(tmp_path / "a.yaml")]).checkpoint.local_every
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [
+        (0.04, "0.0 s"),
+        (119.9, "119.9 s"),
+        (120, "2.0 min"),
+        (7199, "120.0 min"),
+        (7200, "2.0 h"),
+        (172799, "48.0 h"),
+        (172800, "2.0 days"),
+        (1e6, "11.6 days"),
+    ],
+)
+def test_a_duration_has_two_of_its_unit(seconds, text):
+    assert duration(seconds) == text
