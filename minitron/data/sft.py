@@ -286,7 +286,8 @@ def _check_messages(messages: object, by_template: bool) -> None:
         raise ValueError(f"has the role {min(unknown)}; use {', '.join(ROLES)}")
     if not by_template and (not turns or turns != ["user", "assistant"] * (len(turns) // 2)):
         raise ValueError(f"has the roles {', '.join(roles)}; begin with system or not, then user and assistant in turn")
-    if not all(m["content"].strip() for m in messages if m["role"] == "assistant" and not m.get("tool_calls")):
+    answers = (m for m in messages if m["role"] == "assistant" and not (by_template and m.get("tool_calls")))
+    if not all(m["content"].strip() for m in answers):
         raise ValueError("has an empty answer of the assistant; fill it in, or drop the row")
 
 

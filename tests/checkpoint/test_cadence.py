@@ -1,14 +1,21 @@
 """checkpoint.every=auto: the interval against a calculation by hand, and no trace of it in losses."""
 
+import itertools
 import json
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
 from fault_run import TINY
 from minitron import pretrain
+from minitron.checkpoint import interval
+from minitron.checkpoint.format import CheckpointError
 from minitron.checkpoint.interval import FIRST_STEPS, SaveInterval
+from minitron.checkpoint.load import ResumePoint
+from minitron.checkpoint.save import Saves
 from minitron.config import cli, rules
 from minitron.config.save_interval import best_interval, duration
 
@@ -133,12 +140,61 @@ def test_the_largest_measurement_of_all_ranks_counts_and_small_changes_do_not():
         assert cadence.steps == steps
 
 
+@pytest.mark.parametrize("best, steps", [(16, 20), (15, 15), (25, 20), (26, 26), (0.2, 1)])
+def test_an_interval_is_kept_up_to_a_quarter_and_has_a_step(best, steps):
+    cadence, said = SaveInterval("auto", 1.0, done=0), []
+    for seconds in 20, best:
+        with mock.patch.object(interval, "best_interval", return_value=seconds):
+            said.append(cadence.choose(lambda own, rule: rule([[1.0, 0.5, 3.0]])))
+    assert cadence.steps == steps and [bool(why) for why in said] == [True, steps != 20]
+
+
 def test_nothing_is_chosen_without_measurements():
     cadence = SaveInterval("auto", 1.0, done=0)
     assert cadence.choose(lambda own, rule: rule([[2.0, None, None], [1.0, None, 3.0]])) == ""
     assert cadence.steps == FIRST_STEPS
     assert not SaveInterval(None, None, 0).due(5) and not SaveInterval(0, None, 0).due(5)
     assert [step for step in range(1, 10) if SaveInterval(3, None, 7).due(step)] == [3, 6, 9]
+
+
+def saves_of(agreed, due, local_due, saved=0):
+    """Saves of a run that begins after step 4, with stand-ins for all that they call; and what has been saved."""
+    checkpointer, stop, made = mock.Mock(), mock.Mock(agreed=agreed), []
+    checkpointer.due.return_value, checkpointer.local_due.return_value = due, local_due
+    checkpointer.save = lambda step, consumed, local: made.append((step, consumed, local))
+    checkpointer.shared.saved = saved
+    return Saves(checkpointer, stop, mock.MagicMock(), ResumePoint(step=4, consumed_samples=16)), made
+
+
+@pytest.mark.parametrize("agreed, due, local_due", [*itertools.product([0, 15], *[[False, True]] * 2)])
+def test_a_step_is_saved_once_and_in_the_shared_directory_if_either_asks_for_it(agreed, due, local_due):
+    saves, made = saves_of(agreed, due, local_due)
+    saves.after(mock.Mock(step=5, consumed_samples=20))
+    shared = agreed or due
+    assert made == ([(5, 20, not shared)] if shared or local_due else [])
+    assert saves.replicas.require_equal.call_args_list == [mock.call(5)] * len(made)
+
+
+@pytest.mark.parametrize("agreed, due", [*itertools.product([0, 15], [False, True])])
+@pytest.mark.parametrize("step", [4, 5])
+@pytest.mark.parametrize("saved", [4, 5, 0])
+def test_a_run_ends_with_its_last_step_saved_or_an_error(agreed, due, step, saved):
+    """One without steps saves now. A signal's last line says whether there is a save."""
+    saves, made = saves_of(agreed, due, False, saved)
+    saves.step, saves.consumed = step, 4 * step
+    with pytest.raises(CheckpointError) if (agreed or due) and saved != step else nullcontext():
+        saves.close()
+    assert made == ([(4, 16, False)] if step == 4 and (agreed or due) else [])
+    assert saves.checkpointer.close.call_args_list == [mock.call(agreed)]
+    assert saves.stop.report.call_args_list == [mock.call(step, saved == step)] * bool(agreed)
+
+
+def test_a_run_that_cannot_save_says_so_if_it_is_stopped():
+    for agreed in 0, 15:
+        saves = Saves(None, mock.Mock(agreed=agreed), mock.MagicMock(), ResumePoint(step=4))
+        saves.after(mock.Mock(step=5, consumed_samples=20))
+        saves.close()
+        assert saves.stop.report.call_args_list == [mock.call(5, False)] * bool(agreed) and not saves.stalls()
 
 
 @pytest.mark.parametrize(

@@ -604,10 +604,13 @@ def test_saves_would_delete_the_weights_that_a_run_starts_from(tmp_path, more):
     """Adapters need theirs for good: their step 1 would have taken the place of the base's."""
     cfg = saving(config(LLAMA, SHORT), tmp_path)
     save(start_trainer(cfg)[0], cfg, 1)
+    (link := tmp_path / "link").symlink_to(".")  # another name of the same directory
     for path in tmp_path, os.path.relpath(tmp_path / "step_00000001"):
         anew = saving(config(LLAMA, SHORT, more), tmp_path, resume=False, load=str(path))
         with pytest.raises(CheckpointError, match=f"^checkpoint.load={path} is in checkpoint.dir={tmp_path}, where"):
             find_resume_point(anew, open_weights)
+        with pytest.raises(CheckpointError, match="where this run's saves would delete it"):
+            find_resume_point(saving(anew, link), open_weights)
         find_resume_point(saving(anew, tmp_path / "another"), open_weights)
 
 

@@ -148,6 +148,19 @@ def test_any_box_is_read_from_any_boxes(tmp_path_factory, cuts, shard_bytes, dat
     assert reader.kinds("nothing") == []
 
 
+def test_boxes_are_read_in_any_order_of_the_index(tmp_path, monkeypatch):
+    """Those of a file need not follow each other."""
+    monkeypatch.setattr(import_weights, "FILE_BYTES", 60)
+    write(tmp_path, cuts=6)
+    index = json.loads((tmp_path / "step_00000003" / "index.json").read_text())
+    boxes = index["tensors"]["a.weight"]["kinds"]["param"]["boxes"]
+    boxes[:] = boxes[::2] + boxes[1::2]
+    assert len({box["file"] for box in boxes}) < len(list(itertools.groupby(box["file"] for box in boxes)))
+    reindex(tmp_path, tensors=index["tensors"])
+    monkeypatch.setattr(torch, "empty", lambda shape, dtype: torch.full(shape, torch.nan, dtype=dtype))
+    assert torch.equal(Reader(tmp_path).read("a.weight", "param", (0, 0), (6, 5)), TENSORS["a.weight"])
+
+
 def test_files_are_plain_safetensors_and_json(tmp_path):
     """Others can read them: safetensors' own loader, and a JSON parser."""
     from safetensors.torch import load_file
@@ -158,6 +171,10 @@ def test_files_are_plain_safetensors_and_json(tmp_path):
     for name, tensor in TENSORS.items():
         boxes = index["tensors"][name]["kinds"]["param"]["boxes"]
         assert len(boxes) == 1 and torch.equal(stored[boxes[0]["key"]], tensor)
+    for name in ("x" * n for n in range(1, 9)):  # data begin at a multiple of eight bytes
+        begin = files.header([(name, torch.float32, (2, 3))])
+        assert len(begin) % 8 == 0 and int.from_bytes(begin[:8], "little") == len(begin) - 8
+        assert json.loads(begin[8:]) == {name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
 
 
 def test_a_hostile_checkpoint_runs_no_code(tmp_path):
@@ -232,9 +249,20 @@ def reindex(directory: Path, step: str = "step_00000003", **changes) -> Path:
     return path
 
 
-def tensors_with(**box) -> dict:
-    entry = {"file": "part_00000.safetensors", "key": "k", "start": [0], "shape": [7]} | box
-    return {"b.bias": {"shape": [7], "kinds": {"param": {"dtype": "fp32", "boxes": [entry]}}}}
+def tensors_with(*others: dict, whole=(7,), **box) -> dict:
+    """The tensor b.bias as one box, and others that differ from this one in these entries."""
+    first = {"file": "part_00000.safetensors", "key": "k", "start": [0], "shape": [7]} | box
+    boxes = [first, *(first | other for other in others)]
+    return {"b.bias": {"shape": list(whole), "kinds": {"param": {"dtype": "fp32", "boxes": boxes}}}}
+
+
+def of_two_kinds() -> dict:
+    tensor = tensors_with()["b.bias"]
+    return {"b.bias": tensor | {"kinds": dict.fromkeys(("master", "param"), tensor["kinds"]["param"])}}
+
+
+def file_of(**record) -> dict:
+    return {"bytes": 1, "checksum": "0", "algorithm": "crc32"} | record
 
 
 @pytest.mark.parametrize(
@@ -244,9 +272,12 @@ def tensors_with(**box) -> dict:
         (dict(format="other"), "'format': 'other'"),
         (dict(tensors=tensors_with(shape=[6])), "boxes of param of b.bias do not fit its shape"),
         (dict(tensors=tensors_with(file="other")), "boxes of param of b.bias do not fit its shape"),
-        (dict(files={"../a": {"bytes": 1, "checksum": "0", "algorithm": "crc32"}}), "'../a' is not a file beside it"),
-        (dict(files={"a": {"bytes": 1, "checksum": "0", "algorithm": "md5"}}), "with a crc32 checksum"),
+        (dict(files={"../a": file_of()}), "'../a' is not a file beside it"),
+        (dict(files={"a.safetensors": file_of(algorithm="md5")}), "with a crc32 checksum"),
         (dict(tensors={"b.bias": {"shape": [7]}}), "damaged or from another version .KeyError"),
+        (dict(files={"a/b.safetensors": file_of()}), "'a/b.safetensors' is not a file beside it"),
+        (dict(files={"b.safetensors.bak": file_of()}), "'b.safetensors.bak' is not a file beside it"),
+        (dict(files={"b.safetensors": file_of(bytes=1.0)}), "1.0 is not a count"),
         (dict(files=3), "files is not an object"),
         (dict(tensors=3), "tensors is not an object"),
         (dict(tensors=[]), "tensors is not an object"),
@@ -258,7 +289,7 @@ def tensors_with(**box) -> dict:
         (dict(iteration=1 << 60), "1152921504606846976 is not a count"),
         (dict(consumed_samples=True), "True is not a count"),
         (dict(config=[]), "config is not an object"),
-        (dict(config={"model": 3}), "config.model is not an object"),
+        (dict(config={"model": {}, "data": 3}), "config.data is not an object"),
         (dict(layout={"tp": 1.5}), "1.5 is not a count"),
         (dict(state={"data": []}), "state.data is not an object"),
         (dict(state={"rerun": {"in_a_row": -1}}), "-1 is not a count"),
@@ -267,14 +298,39 @@ def tensors_with(**box) -> dict:
             "state.rerun.history holds a value that is not a number",
         ),
         (dict(state={"data": {"train_samples": -1}}), "-1 is not a count"),
+        (dict(state={"data": {"valid_samples": 0.5}}), "0.5 is not a count"),
         (dict(state={"optimizer_steps": 1 << 40}), "optimizer_steps=1099511627776 is not a counter"),
         (dict(state={"optimizer_steps": -1}), "optimizer_steps=-1 is not a counter"),
         (dict(state={"optimizer_steps": float("nan")}), "NaN is not a number in JSON"),
+        (dict(state={"clean_steps": -1}), "clean_steps=-1 is not a counter"),
+        (dict(state={"loss_tolerance": -(1 << 31) - 1}), "loss_tolerance=-2147483649 is not a counter"),
         (dict(state={"loss_scale": 0.5}), "loss_scale=0.5 is not a loss scale"),
+        (dict(state={"loss_scale": 2.0**128}), r"loss_scale=3.4\d*e\+38 is not a loss scale"),
         (dict(tensors=tensors_with(key=3)), "the key 3 is not a string"),
         (dict(tensors=tensors_with(file=[])), "damaged or from another version .TypeError"),
         (dict(tensors=tensors_with(start=[0.0])), "0.0 is not a count"),
         (dict(tensors=tensors_with(shape="7")), "'7' is not a count|7 is not a count"),
+        (
+            dict(tensors=tensors_with(whole=[7] * 9, start=[0] * 9, shape=[7] * 9)),
+            "boxes of param of b.bias do not fit",
+        ),
+        (dict(tensors=tensors_with(whole=[7.0])), "7.0 is not a count"),
+        (
+            dict(tensors=tensors_with({"start": [0], "shape": [4], "file": "other"}, shape=[3], start=[4])),
+            "of param of b.bias do not fit",
+        ),
+        (
+            dict(tensors=tensors_with({"start": [0]}, {"start": [0]}, shape=[3], start=[4])),
+            "boxes of param of b.bias do n",
+        ),
+        (dict(tensors=tensors_with({"start": [1]}, shape=[3], start=[4])), "boxes of param of b.bias do not fit"),
+        (dict(tensors=tensors_with({}, whole=[], start=[], shape=[])), "boxes of param of b.bias do not fit"),
+        (dict(tensors=tensors_with({"start": [3]}, shape=[4], start=[0])), "boxes of param of b.bias do not fit"),
+        (
+            dict(tensors=tensors_with({"start": [3], "shape": [4]}, shape=[3])),
+            "two boxes have the key 'k' of part_00000",
+        ),
+        (dict(tensors=of_two_kinds()), "two boxes have the key 'k' of part_00000.safetensors"),
         (
             dict(tensors={name: tensors_with()["b.bias"] for name in "ab"}),
             "two boxes have the key 'k' of part_00000.safetensors",
@@ -327,10 +383,14 @@ def test_a_pipe_in_the_place_of_a_file_is_an_error_and_is_not_opened(tmp_path, m
         found.read("b.bias", "param", (0,), (7,))
 
 
-def test_a_box_that_is_not_what_the_index_says(tmp_path):
+@pytest.mark.parametrize(
+    "key, dtype", [("param:d:3", "fp16"), ("param:a.weight:0", "fp32"), ("param:b.bias:1", "bf16")]
+)
+def test_a_box_that_is_not_what_the_index_says(tmp_path, key, dtype):
     write(tmp_path, cuts=1)
-    reindex(tmp_path, tensors=tensors_with(key="param:d:3"))
-    with pytest.raises(CheckpointError, match="part_00000.safetensors: param:d:3 does not have the dtype and shape"):
+    (tensors := tensors_with(key=key))["b.bias"]["kinds"]["param"]["dtype"] = dtype
+    reindex(tmp_path, tensors=tensors)
+    with pytest.raises(CheckpointError, match=f"part_00000.safetensors: {key} does not have the dtype and shape"):
         Reader(tmp_path).read("b.bias", "param", (0,), (7,))
 
 

@@ -8,6 +8,7 @@ import itertools
 import os
 import shutil
 import threading
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layouts import config
+from minitron.checkpoint import destination as destinations
 from minitron.checkpoint import directory as directories
 from minitron.checkpoint import load
 from minitron.checkpoint.boxes import TensorShard
@@ -279,8 +281,9 @@ def test_an_error_leads_to_the_newest_checkpoint_before_it_else_to_the_newest(tm
 
 
 def test_a_foreign_folder_is_in_the_way_only_of_steps_to_come(tmp_path):
-    """Up to train.steps, or of any later step if epochs decide."""
+    """Up to train.steps, or of any later step if epochs decide. The one that is resumed may hold a user's file."""
     write(tmp_path, 4)
+    (tmp_path / "step_00000004" / "notes.txt").write_text("the best one")
     for name, epochs, refused in [
         ("step_00000003", None, False),
         ("step_00000010", None, True),
@@ -322,22 +325,77 @@ def test_latest(tmp_path):
         newest(tmp_path)
 
 
+@pytest.mark.parametrize("old, new", [("00000000", "ffffffff"), ("ffffffff", "00000000")])
+@pytest.mark.parametrize("backwards", [False, True])
+def test_of_two_hidden_folders_of_a_step_the_whole_save_gets_its_name(tmp_path, monkeypatch, old, new, backwards):
+    """As a kill between the two renames leaves them: the save that was to be replaced, and the one to replace it."""
+    write(tmp_path, 2)
+    (tmp_path / "step_00000002").rename(tmp_path / f"step_00000002.tmp-{old}")
+    shutil.copytree(tmp_path / f"step_00000002.tmp-{old}", whole := tmp_path / f"step_00000002.tmp-{new}")
+    (whole / "latest").write_bytes((tmp_path / "latest").read_bytes())
+    listdir = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path: sorted(listdir(path), reverse=backwards))
+    assert newest(tmp_path).name == "step_00000002" and not whole.exists()
+    assert (tmp_path / f"step_00000002.tmp-{old}").exists()
+
+
+def test_steps_ranks_and_owners_of_more_digits(tmp_path):
+    """A hundred million steps, a hundred thousand ranks, and a tenth run beside a file that it may not delete."""
+    for step in 99_999_999, 100_000_000:
+        killed, folder = (begin(tmp_path, step, 0) for _ in range(2))
+        assert not killed.exists()
+        shard = write_shard(folder / "rank_100000.safetensors", [piece(1)])
+        tensors = index_tensors([describe("rank_100000.safetensors", [piece(1)])])
+        commit(folder, index_bytes(ABOUT | {"iteration": step}, shard), tensors, keep=1, after=step - 1)
+        assert newest(tmp_path).name == f"step_{step}" and Reader(tmp_path).iteration == step
+    assert list(directories.checkpoints(tmp_path)) == [100_000_000]
+    commit(begin(tmp_path, 12, 0), index_bytes({"iteration": 12}, {}), b"{}")
+    assert zlib.crc32(b"step_00000012") < 1 << 28 and newest(tmp_path).name == "step_00000012"  # 0 is its first digit
+    for number in 9, 10:
+        (tmp_path / f"owner.{number}-5e0c91d2").write_text("somebody's")
+    assert claim(tmp_path).startswith("11-")
+
+
+SAVED = [
+    ({}, False),
+    ({"rank_00000.safetensors": b"x", "rank_100000.safetensors": b"", "index.json": b""}, True),
+    ({"part_00000.safetensors": b"x", "latest": b"x", ".nfs0123": b"x", "index.json": b'{"checksum": "1'}, True),
+    ({"rank_00000.safetensors": b"x", "index.json": b'{"check'}, True),
+    ({"rank_00000.safetensors": b"x", "index.json": b'{"a": 1}'}, False),
+    ({"rank_00000.safetensors": b"x", "notes.txt": b""}, False),
+    ({"rank_00000.safetensors": "../file"}, False),
+    ({"index.json": "../empty"}, False),
+    ({"rank_00000.safetensors": {}}, False),
+    ("folder", False),
+]
+
+
+@pytest.mark.parametrize("what, saved", SAVED)
+def test_a_folder_is_a_saves_by_the_names_and_contents_of_all_its_files(tmp_path, what, saved):
+    for name, content in {"file": b"x", "empty": b"", "folder": {"rank_00000.safetensors": b"x"}}.items():
+        put(tmp_path / name, content)
+    put(tmp_path / "step_00000001", what)
+    assert directories._is_saved(tmp_path / "step_00000001") == saved
+
+
 def test_a_disk_without_room_or_rights(tmp_path):
     with pytest.raises(CheckpointError, match="MB free and a save needs 1000000000 MB; free some"):
         begin(tmp_path, 1, 10**15)
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="file: file exists"):
         begin(tmp_path / "file", 1, 0)
+    assert begin(tmp_path / "a" / "b", 1, 0).is_dir()
     with pytest.raises(CheckpointError, match="/proc/nothing: no such file or directory"):
         begin(Path("/proc/nothing"), 1, 0)
 
 
 def saved_with(free: int, folder: Path) -> bool:
-    """Save 16 bytes of each rank and 8 of one rank of the stage, on a disk with `free` bytes."""
+    """Save 16 bytes of each rank and 8 of one rank of the stage, on a disk with `free` bytes. Each rank is a node."""
     mesh = Mesh.create()
     shards = [TensorShard("a", "master", (8,), (4 * mesh.rank,), torch.ones(4))]
     histories = [TensorShard("b", "fp8_history", (2,), (0,), torch.ones(2))]
-    destination = Destination(folder, 1, mesh, 0, shards, histories)
+    with mock.patch.object(destinations, "identity", return_value=mesh.rank):
+        destination = Destination(folder, 1, mesh, 0, shards, histories)
     if destination.has_histories:
         shards += histories
     with mock.patch.object(shutil, "disk_usage", return_value=mock.Mock(free=free)):
@@ -421,7 +479,7 @@ def put(path: Path, what: object) -> None:
     else:
         path.mkdir()
         for name, content in what.items():
-            (path / name).write_bytes(content)
+            put(path / name, content)
 
 
 @settings(max_examples=40)
@@ -463,7 +521,7 @@ def test_whatever_others_put_there_survives(tmp_path_factory, strangers):
     Reader(directory).verify()
     after = everything_in(directory)
     assert everything_in(elsewhere) == beside
-    ours = {"latest", f"owner.{second}", *(name for name in after if name.startswith("step_00000003"))}
+    ours = {"latest", f"owner.{second}", *(name for name in after if name.split("/")[0] == "step_00000003")}
     assert {name: content for name, content in after.items() if name not in ours} == before
 
 

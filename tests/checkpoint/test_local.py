@@ -15,7 +15,7 @@ from fault_run import Run
 from kill_run import MODEL, losses, run
 from layouts import LLAMA, config
 from minitron.checkpoint import destination
-from minitron.checkpoint.directory import checkpoints
+from minitron.checkpoint.directory import checkpoints, claim
 from minitron.checkpoint.format import CheckpointError
 from minitron.checkpoint.interval import FIRST_STEPS
 from minitron.checkpoint.load import agree_on_start, newest_local_save, restore
@@ -105,6 +105,7 @@ def test_each_node_has_its_part_and_an_index_of_it(begun):
             for name in reader.names():
                 reader.read(name, "master", (0,) * len(reader.shape(name)), reader.shape(name))
     assert readers[0].state["local_save"] == readers[1].state["local_save"]
+    assert readers[0].layout == {"world": 4, "tp": 2, "pp": 1, "cp": 1, "dp": 2, "vp": 1}
 
 
 def test_a_start_prefers_the_newest_local_save(ranks, begun, uninterrupted):
@@ -162,6 +163,26 @@ def test_what_a_shared_save_costs_is_no_cost_of_local_ones(tmp_path):
                 saves.wait()
                 assert not (saves.interval.running or saves.local_interval.running)
     assert list(saves.local_interval.stall_seconds) == [0.5, 0.5]
+
+
+def test_another_run_in_a_nodes_directory_costs_only_the_local_saves(tmp_path):
+    """Each save is recorded and measured as what it is."""
+    cfg = saving(SHORT, tmp_path / "shared", local_dir=str(tmp_path / "node"), async_save=False)
+    trainer, lines = build(cfg, mesh_of(cfg)), []
+    with Log(cfg, 0, 1) as log, mock.patch.object(log, "record") as record:
+        log.warn = lines.append
+        saves = Checkpointer(cfg, trainer.state, {}, log)
+        for step, local in (1, False), (2, True), (3, True), (4, False):
+            if step == 3:
+                claim(tmp_path / "node")
+            saves.save(step, 4 * step, local=local)
+            assert saves.running is None  # without checkpoint.async_save it has ended
+    assert steps_in(tmp_path / "shared") == [1, 4] and steps_in(tmp_path / "node") == [2]
+    (line,) = lines
+    assert line.startswith("local save of step 3 failed, training goes on: ") and "was taken over by" in line
+    recorded = [(call.kwargs["step"], call.kwargs["local"]) for call in record.call_args_list]
+    assert recorded == [(1, False), (2, True), (4, False)]
+    assert [len(interval.save_seconds) for interval in (saves.interval, saves.local_interval)] == [2, 1]
 
 
 def flip(path: Path) -> None:

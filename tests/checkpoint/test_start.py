@@ -8,6 +8,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from minitron.checkpoint import directory, load, reader
 from minitron.checkpoint.format import CheckpointError
 from minitron.checkpoint.load import agree_on_start, restore
 from minitron.checkpoint.reader import Reader
+from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config
 from minitron.interop import weights as adapter
 from minitron.model import gpt
@@ -85,6 +87,29 @@ def test_no_index_is_kept_while_training(tmp_path, monkeypatch):
     monkeypatch.setattr(pretrain, "train", look)
     pretrain.main([*command, "train.steps=4"])
     assert kept == [[]]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_rank_verifies_what_it_reads_and_its_part_of_all_other_files(whole):
+    """None of a local save, whose files its start has verified. A folder of another format verifies itself."""
+
+    class Stored(Reader):
+        def __init__(self):
+            self.files, self.verified = {f"{i}": {"bytes": 10} for i in range(7)}, []
+
+        def files_of(self, wanted):
+            return ["5"]
+
+        def verify(self, files=None):
+            self.verified += ["all"] if files is None else files
+
+    for rank in range(4):
+        stored, mesh = Stored(), Mesh.offline(4, rank, tp=2)
+        load._fill(stored, [], mesh, verified=not whole)
+        assert stored.verified == (sorted({"5", *"0123456"[rank::4]}) if whole else [])
+        other = mock.Mock()
+        load._fill(other, [], mesh, verified=not whole)
+        assert other.verify.call_args_list == [mock.call()] * whole
 
 
 # ---- a slow disk --------------------------------------------------------------------------------------------------

@@ -327,6 +327,18 @@ def datasets(tmp_path, **changes):
     return built.info, [built.train[i].tokens.tolist() for i in range(100)]
 
 
+def test_the_state_of_a_file_is_of_its_whole_path(tmp_path, monkeypatch):
+    """Two names of one file, which nothing else tells apart."""
+    write(tmp_path / "a")
+    for kind in "idx", "bin":
+        os.link(tmp_path / f"a.{kind}", tmp_path / f"b.{kind}")
+    monkeypatch.chdir(tmp_path)
+    states = [cache_module.state_of(*paths) for paths in (["a.bin"], ["b.bin"], ["a.bin", "b.bin"], ["b.bin", "a.bin"])]
+    assert len({*states}) == 4 and cache_module.state_of(str(tmp_path / "a.bin")) == states[0]
+    a, b, here = (IndexedDataset(name).state for name in ("a", "b", tmp_path / "a"))
+    assert a == here != b
+
+
 def test_an_old_cache_works_also_where_it_cannot_be_written(tmp_path, monkeypatch):
     write(tmp_path / "a"), write(tmp_path / "b", 60)
     expected = datasets(tmp_path)
@@ -407,9 +419,12 @@ def test_a_list_of_files_from_elsewhere_is_refused(tmp_path, text):
         Cache(tmp_path).build_once("name", fill)
 
 
-def test_a_remembered_text_that_somebody_has_deleted_is_named(tmp_path):
+def test_a_remembered_text_that_somebody_has_deleted_is_named(tmp_path, monkeypatch):
     cache = Cache(tmp_path)
     assert cache.recall("a", lambda: "text") == cache.recall("a", lambda: "another") == "text"
+    with monkeypatch.context() as patch:  # where nothing can be written, it is read, or else computed
+        make_read_only(patch)
+        assert [cache.recall(name, lambda: "another") for name in "ab"] == ["text", "another"]
     for path in (tmp_path / "a").iterdir():
         path.unlink()  # as what cleans a scratch disk of old files, but leaves folders
     with pytest.raises(ValueError, match=f"{tmp_path / 'a'}.*delete it"):

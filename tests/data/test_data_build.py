@@ -133,6 +133,8 @@ def test_malformed_paths_are_an_error(paths, message):
         (dict(split="1,0,1"), r"data\.split=1,0,1 leaves none .* to validate on; set for example data\.split="),
         (dict(seq_len=2000), r"hold 660 tokens, fewer than one sample of train\.seq_len=2000 \+ 1"),
         (dict(train_samples=0), "0 training samples were asked for; set train.steps"),
+        (dict(source="mock", train_samples=(1 << 32) + 1), "4294967297 samples are more than"),
+        (dict(source="mock", valid_samples=(1 << 32) + 1), "4294967297 samples are more than"),
         (dict(source="corpus", tokenizer="bytes"), r"data\.tokenizer=bytes cannot read data\.source=corpus"),
         (
             dict(vocab_size=256),
@@ -165,6 +167,32 @@ def test_the_tokenizer_must_be_the_one_that_made_the_data(tmp_path):
     assert build(tmp_path).tokenizer is None  # each Python's corpus has its own tokenizer
     write(tmp_path / "d")  # a foreign dataset says nothing, so any tokenizer is taken at its word
     assert build(tmp_path, tokenizer="bytes").tokenizer.vocab_size == 257
+
+
+def test_a_negative_id_is_found_before_training(tmp_path):
+    write(tmp_path / "d", largest=-7, dtype=np.int32)
+    with pytest.raises(DataError, match=r"d\.bin: position 800 holds token id -7, but model\.vocab_size=300 allows"):
+        build(tmp_path)
+
+
+def test_what_a_checkpoint_records_of_the_data(tmp_path):
+    """Whole, for each source but the corpus and sft, whose tests look at theirs."""
+    path = write(tmp_path / "d")
+    common = {"source": "indexed", "split": "8,2", "seq_len": 8, "seed": 3, "train_samples": 100, "valid_samples": 10}
+    file, ids = IndexedDataset(path).fingerprint, ByteTokenizer.fingerprint
+    for changes, info in [
+        ({}, common | {"weights": None, "data": [file], "tokens": [820], "tokenizer": None}),
+        (
+            {"paths": ["1", path, "3", path], "tokenizer": "bytes"},
+            common
+            | {"source": "indexed", "weights": [1, 3], "data": [file] * 2, "tokens": [820] * 2, "tokenizer": ids},
+        ),
+        ({"source": "mock"}, {"source": "mock", "tokenizer": None}),
+    ]:
+        built = build(tmp_path, **changes)
+        assert built.info == info | {"train": built.train.fingerprint, "valid": built.valid.fingerprint}
+        assert built.info["train"] != built.info["valid"] and built.note == ""
+    assert build(tmp_path, valid_samples=0).info["valid"] is None
 
 
 def test_a_file_of_floats_is_no_dataset_of_tokens(tmp_path):
@@ -270,6 +298,14 @@ def test_mock_items_depend_on_seed_and_index_alone(tmp_path):
     assert all(len(MockDataset(50, 9, 3, 0)[i].starts) == 0 for i in range(3))
     with pytest.raises(IndexError, match="sample 3 of 3"):
         MockDataset(50, 9, 3, 0)[3]
+
+
+def test_random_data_follow_from_the_keys():
+    run = dict(vocab_size=300, seq_len=8, seed=3, train_samples=9, valid_samples=5)
+    for length, mean in (None, 2.0), (6, None):
+        built = build_datasets(DataConfig(source="mock", document_length=length), **run)
+        assert built.train == MockDataset(300, 8, 9, 3, mean, length)
+        assert built.valid == MockDataset(300, 8, 5, 4, mean, length)
 
 
 def test_mock_documents_of_at_most_so_many_tokens():

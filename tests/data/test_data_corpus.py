@@ -1,5 +1,6 @@
 """The corpus: lossless, recorded, and built once however many ask for it."""
 
+import io
 import json
 import math
 import os
@@ -9,9 +10,11 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
+import sentencepiece
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -50,8 +53,10 @@ def small(tmp_path_factory):
             "latin.py": "# caf\u00e9\n".encode("latin-1"),
             "package/__init__.py": "",
             "notes.txt": "not Python",
-            "test/test_x.py": "left = 'out'\n",
-            "site-packages/x.py": "left = 'out'\n",
+            **{
+                f"{folder}/x.py": "left = 'out'\n" for folder in ("test", "package/tests", "a/idle_test", "__pycache__")
+            },
+            **{f"{folder}/a/x.py": "left = 'out'\n" for folder in ("site-packages", "package/dist-packages")},
         },
     )
     return build_corpus(Cache(folder / "cache"), VOCAB, library)
@@ -64,7 +69,21 @@ def test_documents_are_the_files_in_a_fixed_shuffled_order(small):
         *ids, last = dataset.get(i).tolist()
         assert last == small.tokenizer.eod
         texts.append(small.tokenizer.decode(ids))
-    assert sorted(texts) == sorted(SOURCES.values()) and texts != list(SOURCES.values())
+    assert texts == [SOURCES[name] for name in sorted(SOURCES, key=lambda name: sha256(name.encode()).digest())]
+    assert texts != list(SOURCES.values())
+
+
+def test_the_tokenizer_is_trained_on_every_character(tmp_path, monkeypatch):
+    """Sources have some 950, here in pieces of 300."""
+    monkeypatch.setattr(corpus, "TRAINING_PIECE", 300)
+    built, model = build_corpus(Cache(tmp_path / "cache"), VOCAB, make_library(tmp_path / "lib")), io.BytesIO()
+    texts = [SOURCES[name] for name in sorted(SOURCES, key=lambda name: sha256(name.encode()).digest())]
+    pieces = [text[i : i + 300] for text in texts for i in range(0, len(text), 300)]
+    assert "".join(pieces) == "".join(texts) and len(pieces) > 3 * len(texts)
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(pieces), model_writer=model, vocab_size=VOCAB, minloglevel=2, **corpus.TRAINER
+    )
+    assert (Path(built.prefix).parent / "tokenizer.model").read_bytes() == model.getvalue()
 
 
 def test_meta_says_what_the_corpus_is(small):
@@ -210,5 +229,7 @@ def test_the_standard_library_is_a_corpus_within_40_seconds(tmp_path):
     )
     assert time.process_time() - begin < 40  # of one core, also on a busy machine
     assert 4 < built.info["unigram_entropy"] < math.log(4096) and built.info["python"] == platform.python_version()
+    assert built.info["tokenizer"] == built.tokenizer.fingerprint and built.info["fingerprint"]
+    assert (built.info["train_samples"], built.info["valid_samples"]) == (1000, 10)
     text = built.tokenizer.decode([i for n in range(50) for i in built.train[n].tokens.tolist()])
     assert "def " in text and "\n    " in text

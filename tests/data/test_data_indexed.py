@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minitron.data import indexed
+from minitron.data import gpt, indexed
 from minitron.data.indexed import (
     DTYPES,
     DataError,
@@ -95,6 +95,7 @@ LENGTHS, POINTERS, INDICES = (34 + 4 * np.array([0, 4, 4 + 8])).tolist()  # wher
     [
         (LENGTHS + 4, "<i", -5, "sequence 1 has -5 tokens from byte 6 on, where byte 6 is next"),
         (LENGTHS + 4, "<i", 3, "sequence 2 has 1 tokens from byte 10 on, where byte 12 is next"),
+        (LENGTHS + 4, "<i", 40, "sequence 2 has 1 tokens from byte 10 on, where byte 86 is next"),
         (POINTERS + 16, "<q", 9, "sequence 2 has 1 tokens from byte 9 on, where byte 10 is next"),
         (POINTERS, "<q", -2, "sequence 0 has 3 tokens from byte -2 on, where byte 0 is next"),
         (POINTERS + 8, "<q", 1 << 40, f"sequence 1 has 2 tokens from byte {1 << 40} on"),
@@ -127,6 +128,22 @@ def test_no_document_indices_at_all(tmp_path):
     (tmp_path / "d.idx").write_bytes(data[:26] + struct.pack("<Q", 0) + data[34:INDICES])
     with pytest.raises(DataError, match=r"document indices do not rise from 0 to 4: \[\] at both ends"):
         check_index(IndexedDataset(tmp_path / "d"))
+
+
+def test_more_tokens_than_an_int32_can_count(tmp_path):
+    """A .bin of six gigabytes that takes no room on the disk."""
+    with IndexedWriter(tmp_path / "d", np.uint16) as writer:
+        for length in (1 << 30,) * 3:
+            writer._lengths.append(length)
+            writer._document_indices.append(len(writer._lengths))
+    os.truncate(tmp_path / "d.bin", 6 << 30)
+    dataset = IndexedDataset(tmp_path / "d")
+    check_index(dataset)
+    assert dataset.pointers.tolist() == [0, 2 << 30, 4 << 30] and dataset.num_tokens == 3 << 30
+    assert len(dataset.get(2, (1 << 30) - 5)) == 5
+    assert gpt.count_tokens(dataset, range(3), 1) == 3 << 30
+    rows = gpt.build_sample_index(dataset.lengths, np.array([2, 0, 1], np.int32), (3 << 10) - 1, 1 << 20)
+    assert rows.tolist() == [[*divmod(k << 20, 1 << 30)] for k in range(3 << 10)]
 
 
 def test_modes_are_passed_over(tmp_path):
@@ -222,6 +239,36 @@ def test_a_failed_write_leaves_nothing_and_a_rewrite_is_whole(tmp_path):
     write(tmp_path / "d", [[[4]]])
     assert IndexedDataset(tmp_path / "d").get(0).tolist() == [4]
     assert read_sidecar(tmp_path / "d") is None, "an older .json must not describe the new tokens"
+
+
+@pytest.mark.parametrize("sidecar", [None, {"tokenizer": "bytes", "fingerprint": "f", "vocab_size": 9}])
+def test_a_writer_that_is_killed_leaves_no_mixture_of_two_datasets(tmp_path, monkeypatch, sidecar):
+    """The files are on the disk before they have their names; there is no .idx while .bin and .json change."""
+    write(tmp_path / "d", sidecar={"tokenizer": "old", "fingerprint": "f", "vocab_size": 9})
+    events = []
+
+    def record(name):
+        def call(*args, real=getattr(os, name), **options):
+            path = Path(os.readlink(f"/proc/self/fd/{args[0]}") if name == "fsync" else args[-1])
+            events.append((name, path.name.split(".")[1]))
+            real(*args, **options)
+
+        monkeypatch.setattr(os, name, call)
+
+    for name in "fsync", "unlink", "replace":
+        record(name)
+    monkeypatch.setattr(indexed, "write_json", lambda *_: events.append(("write", "json")))
+    write(tmp_path / "d", [[[1]]], sidecar=sidecar)
+    begun = events.index(("unlink", "idx"))
+    assert {("fsync", "idx"), ("fsync", "bin")} <= {*events[:begun]}
+    ended = events.index(("replace", "idx"))
+    assert [event for event in events[begun : ended + 1] if event[0] != "fsync"] == [
+        ("unlink", "idx"),
+        ("replace", "bin"),
+        ("unlink", "json"),
+        *([("write", "json")] if sidecar else []),
+        ("replace", "idx"),
+    ]
 
 
 @pytest.mark.parametrize("prefix", ["file", "/proc/nope"])

@@ -8,8 +8,10 @@ import os
 import re
 import resource
 from collections import Counter
+from contextlib import nullcontext
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -135,6 +137,79 @@ def test_bad_rows_of_others(tmp_path, row, message):
         path = tmp_path / "a.json"
         path.write_text(json.dumps([{"prompt": "a", "completion": "b"}, row]))
         datasets(tmp_path, [path])
+
+
+def noted(bos, *special):
+    """A tokenizer whose ids are each text, and whether special tokens in it are some."""
+    ids = {text: number for number, text in enumerate(special)}
+    encode = lambda text, special=False: [(text, special)]
+    return SimpleNamespace(bos=bos, eod=99, special=ids, chat=None, encode=encode)
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("bos, begin", [(None, 3), (7, 7)])
+def test_only_what_a_row_says_may_hold_special_tokens(special, bos, begin):
+    tokenizer, counts = noted(bos, *sft.HEADER, "<|begin_of_text|>"), Counter()
+    row = {"prompt": "p", "completion": "c"}
+    first = [] if bos is None else [bos]
+    assert encode_row(row, tokenizer, special, counts) == [[*first, ("p", special)], [("c", special), 99]]
+    messages = [message("system", " s\n"), message("user", "u"), message("assistant", "a "), *ASKED[3]]
+    said = lambda role: [0, (role, False), 1, ("\n\n", False)]
+    assert encode_row({"messages": messages}, tokenizer, special, counts) == [
+        [begin, *said("system"), ("s", special), 2, *said("user"), ("u", special), 2, *said("assistant")],
+        [("a", special), 2],
+        [*said("user"), ("the", special), 2, *said("assistant")],
+        [("end", special), 2],
+    ]
+    tokenizer = noted(bos, *sft.HEADER)
+    assert encode_row({"messages": messages}, tokenizer, special, counts)[0][: len(first) + 1] == [*first, 0]
+
+
+@pytest.mark.parametrize(
+    "row, count",
+    [
+        ({"prompt": "a", "completion": "b"}, 0),
+        ({"prompt": "<s> </s> <s>", "completion": "b"}, 1),
+        ({"prompt": "a", "completion": "b</s>"}, 1),
+        ({"prompt": "a<", "completion": "s>"}, 0),
+        ({"prompt": "a", "completion": "b", "id": "<s>"}, 0),
+        ({"prompt": "a", "completion": "b", "tools": [{"<s>": 1}]}, 1),
+        ({"prompt": "a", "completion": "b", "tools": [{"name": {"x": ["y", "</s>"]}}]}, 1),
+    ],
+)
+def test_a_row_counts_once_if_any_of_its_texts_has_a_special_token(row, count):
+    counts: Counter[str] = Counter()
+    encode_row(row, noted(None, "<s>", "</s>"), False, counts)
+    assert counts["special"] == count and counts["templated"] == 0
+
+
+def called(content, **more):
+    return message("assistant", content) | {"tool_calls": [{"name": "f"}]} | more
+
+
+@pytest.mark.parametrize(
+    "messages, plain, by_template",
+    [
+        (ASKED[1], True, True),
+        (ASKED[2], True, True),
+        ([message("user", "a"), message("system", "b"), message("assistant", "c")], False, True),
+        ([message("developer", "a"), *ASKED[3]], False, True),
+        ([message("user", "a"), called(None), message("tool", "1"), message("assistant", "b")], False, True),
+        ([message("user", "a"), called("")], False, True),
+        ([message("user", "a"), called(None, tool_calls=[])], False, False),
+        ([message("user", "a"), called(3)], False, False),
+        ([message("narrator", "a"), *ASKED[3]], False, False),
+        ([*ASKED[3], message("narrator", "a")], False, False),
+        ([message("user", "a"), message("assistant", " ")], False, False),
+        ([message("user", "a"), message(None, "b")], False, False),
+        ([*ASKED[3], "text"], False, False),
+        ([], False, False),
+    ],
+)
+def test_messages_with_and_without_a_template(messages, plain, by_template):
+    for template, accepted in (False, plain), (True, by_template):
+        with nullcontext() if accepted else pytest.raises(ValueError, match="has "):
+            sft._check_messages(messages, template)
 
 
 @pytest.mark.parametrize(
