@@ -23,7 +23,7 @@ from minitron.kernels import attention
 from minitron.kernels.fp8_counts import CastCounts
 from minitron.pipeline import executor
 from minitron.pipeline import replay as graph
-from minitron.pipeline.schedule import Exchange, forward_only, make
+from minitron.pipeline.schedule import Backward, Exchange, forward_only, make
 from minitron.train import build
 from replay import CpuRecorder, Recorded, replayed
 from test_invariance import axes
@@ -367,7 +367,24 @@ def test_what_is_recorded_and_what_is_counted_meanwhile(monkeypatch, due):
     recorded = ["reset", (2, m, False), "reset", (2, 3, False), "reset"]
     assert done == [("eager evaluation", due), ("eager step", True), *recorded]
     assert not mesh.activity.progress.queued[-1][1]
-    assert [re.search(r"([\d.]+) GiB more", line)[1] for line in log.lines] == ["1.00", "2.00", "4.00"]
+    assert [re.search(r"([-\d.]+) GiB more", line)[1] for line in log.lines] == ["1.00", "2.00", "4.00"]
+
+
+def test_replays_are_noted_and_a_recording_that_fails_is_forgotten():
+    mesh, log, resets = Mesh.offline(), Lines(), []
+    activity = mesh.activity
+    activity.progress = Progress(*torch.zeros(2, 2, dtype=torch.int64))  # as on a GPU
+    eager = SimpleNamespace(counts=CastCounts([]), reset=lambda: resets.append(activity.action))
+    runner = graph.Replay(eager, mesh, 2, evaluates=0, log=log)
+    replayed = lambda batches: (batches, activity.action)
+    runner.training = runner.evaluation = SimpleNamespace(actions=["forward", "backward"], replay=replayed)
+    runner._microbatches, runner._calls = 1, 1
+    assert runner.forward_backward(["batch"]) == ((["batch"], "replay"), False) and activity.action == "update"
+    assert runner.evaluate(["others"]) == (["others"], "replay")
+    assert activity.progress.queued[-1][1] == ["forward", "backward"] * 2 and not resets
+    assert runner._on_all("steps", mock.Mock(side_effect=RuntimeError("not permitted"))) is None
+    assert len(resets) == len(log.lines) == 1 and "RuntimeError: not permitted" in log.lines[0]
+    assert runner._on_all("steps", lambda: "a recording") == "a recording" and len(resets) == 1
 
 
 @pytest.mark.parametrize("pp, m", [(1, 1), (1, 2), (1, 5), (2, 4)])
@@ -457,3 +474,7 @@ def test_graphs_compute_a_pass_once_in_its_order(make):
                 assert len(done) == len(actions) and (pp == 1 or done == list(actions))
                 computed = [action for action in actions if not isinstance(action, Exchange)]
                 assert list(graph._launched(cut)) == computed
+                begun = (i for i, action in enumerate(actions) if isinstance(action, Backward) and action.last)
+                assert pp == 1 or len(actions) - len(cut[-1].actions) <= next(begun, len(actions)), (
+                    "sums are cut in two"
+                )

@@ -268,6 +268,33 @@ def test_both_collectives_of_a_column_parallel_backward_hide_behind_its_products
     assert started == pytest.approx(10.0) and main.now == pytest.approx(20.0)
 
 
+def test_buffers_take_turns_and_grow_once_no_rank_reads_them(monkeypatch):
+    """A pass begins with the first one, as each replay of a recorded pass does."""
+    happened, note = [], lambda what: lambda *_: happened.append(what)
+
+    def buffer(axis, nbytes, device):
+        made = SimpleNamespace(nbytes=nbytes, barrier=note("its barrier"))
+        happened.append(made)
+        return made
+
+    stand_in = SimpleNamespace(Stream=Stream, Event=Event, synchronize=note("synchronize"))
+    monkeypatch.setattr(torch, "cuda", stand_in)
+    monkeypatch.setattr(overlap, "SymmetricBuffer", buffer)
+    monkeypatch.setattr(dist, "barrier", note("barrier"))
+    comm = SymmetricMemoryComm(Axis("tp", 0, 2, (0, 1)), CPU, torch.float32, plain.sum_parts)
+    first = comm._memory("gather", 100)
+    second = comm._memory("gather", 70)
+    assert happened == ["synchronize", "barrier", first, second] and comm._memory("gather", 100) is first
+    larger = comm._memory("scatter", 101)
+    assert happened[4:6] == ["synchronize", "barrier"] and [larger.nbytes, comm.nbytes] == [101, 402]
+    happened.clear()
+    comm.begin_pass()
+    assert happened == ["its barrier"], "other ranks may read a first buffer"
+    assert comm._memory("gather", 1) is first and comm._memory("gather", 1) is second
+    comm.begin_pass()
+    assert happened == ["its barrier"] and comm._memory("gather", 1) is first
+
+
 def chosen(size, device="cpu", overlap_tp=True, sequence_parallel=True):
     keys = {"tp": size, "overlap_tp": overlap_tp, "sequence_parallel": sequence_parallel}
     cfg = config({"parallel": keys})

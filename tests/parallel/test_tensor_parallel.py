@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from minitron.model.layers import Norm, Residual
 from minitron.parallel.layer_context import LayerContext
 from minitron.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from minitron.parallel.overlap import ProcessGroupComm
-from minitron.parallel.vocab import VocabParallelEmbedding, vocab_parallel_cross_entropy
+from minitron.parallel.vocab import VocabParallelEmbedding, lookup, vocab_parallel_cross_entropy
 from minitron.testing import assert_close_rel
 
 S, B, H, V = 8, 3, 16, 32
@@ -171,6 +172,15 @@ def test_vocabulary_split(ranks, tp, sequence_parallel, main_grad):
     for r in results:
         assert_close_rel(r[2], loss.detach(), 1e-6, "loss")
     assert_close_rel(torch.cat([r[3] for r in results], -1), logits.grad, 1e-6, "gradient of the logits")
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_ranks_that_must_get_the_same_bits_add_rows_in_order(in_order):
+    """Of a table that all of them hold; on GPUs alone the order differs."""
+    table, ids = LayerContext().parameter((V, H)), torch.randint(0, V, (S, B))
+    with mock.patch.object(plain, "add_rows_", wraps=plain.add_rows_) as added:
+        lookup(ids, table, 0, plain, in_order).sum().backward()
+    assert added.call_args.args[-1] == in_order and table.grad.sum() == ids.numel() * H
 
 
 def loss_of_large_logits(tp):
