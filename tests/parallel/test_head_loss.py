@@ -19,6 +19,7 @@ from minitron.parallel.layer_context import LayerContext
 from minitron.parallel.linear import ColumnOp
 from minitron.parallel.overlap import ProcessGroupComm
 from minitron.testing import assert_close_rel
+from test_linear import gemms_of
 
 S, B, H, V, IDS = 12, 2, 16, 40, 33  # of two ranks the second has padding
 SCALE = 512.0
@@ -110,6 +111,30 @@ def test_gradients_are_scaled_before_they_are_rounded():
     whole, pieces = (head(1, piece, dtype="fp16") for piece in (None, 8))
     assert torch.equal(pieces[1], whole[1])
     assert_close_rel(pieces[2], whole[2], 2e-6, "dW")
+
+
+def in_fp8(tp: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss and dx of a piece whose second half, of the second rank, is eight times as large as the first."""
+    mesh = Mesh.create(tp=tp) if tp > 1 else Mesh.offline()
+    context = LayerContext(ProcessGroupComm(mesh.tp), dtype=torch.bfloat16)
+    weight = context.parameter((32, H), Shard(0, mesh.tp, (32,)), std=1.0)
+    weight.data.copy_(weight.spec.shard.cut(drawn(32, H, seed=1)))
+    x = (drawn(32, 1, H, seed=2) * torch.tensor([0.25, 2.0]).repeat_interleave(16)[:, None, None]).bfloat16()
+    x = x.chunk(tp)[mesh.tp.rank].clone().requires_grad_()
+    gemm = gemms_of("current", plain.add_product)()
+    op = ColumnOp(weight, None, gemm, context.comm, context.weight_queue)
+    loss = HeadLoss(op, plain, len(weight), 32)(x, *sample(32, 32, 1))
+    loss.backward()
+    return loss.detach(), x.grad.float()
+
+
+def test_ranks_cast_their_parts_of_a_piece_with_one_scale(ranks):
+    """The gradients of their columns have scales of their own, which rounds dx otherwise, by 2^-3 at most."""
+    loss, dx = in_fp8(1)
+    results = ranks(2, in_fp8, 2)
+    for result in results:
+        assert float(result[0]) == pytest.approx(float(loss), rel=2.0**-8)
+    assert_close_rel(torch.cat([r[1] for r in results]), dx, 2.0**-3, "dx")
 
 
 def test_one_piece_of_logits_exists_at_a_time(monkeypatch):

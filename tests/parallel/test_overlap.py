@@ -297,7 +297,7 @@ def test_buffers_take_turns_and_grow_once_no_rank_reads_them(monkeypatch):
 
 def chosen(size, device="cpu", overlap_tp=True, sequence_parallel=True):
     keys = {"tp": size, "overlap_tp": overlap_tp, "sequence_parallel": sequence_parallel}
-    cfg = config({"parallel": keys})
+    cfg = config({"parallel": keys, "precision": {"dtype": "fp16"}})
     mesh = dataclasses.replace(Mesh.offline(size, tp=size), device=torch.device(device))  # of a GPU that is absent
     return make_layer_context(cfg, mesh, PLAIN).comm
 
@@ -353,12 +353,14 @@ def test_peers_are_gpus_of_one_host_that_reach_each_other_from_every_rank(
 
 
 def test_only_a_power_of_two_of_ranks_takes_shared_memory():
-    shared = ProcessGroupComm(Axis.single())
+    shared, device = ProcessGroupComm(Axis.single()), torch.device("cuda:0")
     with (
-        mock.patch.object(layer_context, "can_access_peers", lambda axis, device: True),
-        mock.patch.object(layer_context, "SymmetricMemoryComm", mock.Mock(return_value=shared)),
+        mock.patch.object(layer_context, "can_access_peers", lambda axis, on: (axis.name, on) == ("tp", device)),
+        mock.patch.object(layer_context, "SymmetricMemoryComm", return_value=shared) as made,
     ):
         assert chosen(2, "cuda:0") == chosen(4, "cuda:0") == shared
+        axis = Axis("tp", 0, 4, (0, 1, 2, 3))
+        assert made.call_args == mock.call(axis, device, torch.float16, PLAIN.ops.sum_parts)
         assert shared not in (chosen(3, "cuda:0"), chosen(4, "cuda:0", overlap_tp=False))
         assert type(chosen(4, "cuda:0", sequence_parallel=False)) is ProcessGroupComm
 
