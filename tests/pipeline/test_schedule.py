@@ -352,6 +352,7 @@ DEFECTS = {
     ),
     "receive after use": (1, lambda a: swap(a, 0, find(a, Forward)), "rank 1, action 0 Forward.*has not been received"),
     "send before making": (0, lambda a: swap(a, 0, 1), "rank 0, action 0 Exchange.*which has not been made"),
+    "send twice": (0, lambda a: a.append(Exchange(a[1].sends, ())), "rank 0, action .* or is sent already"),
     "send to another rank": (0, redirect_send, "rank 0, action 1 Exchange.*which has not been made"),
     "receive twice": (1, duplicate_receive, r"rank 1, action \d Forward.*its input comes with number 2"),
     "receive unused": (1, unused_receive, "from rank 0 to rank 1 .*sent as nothing, received as activation of mb 0 "),

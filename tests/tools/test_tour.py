@@ -22,8 +22,8 @@ from minitron.pipeline import schedule as schedules
 from minitron.pipeline.schedule import Exchange, Forward, Schedule, make
 from minitron.planner import page as pages
 from minitron.planner.check import check
-from minitron.planner.dryrun.dryrun import dry_run
-from minitron.planner.dryrun.trace import OPERATIONS, dry_trace, real_trace
+from minitron.planner.dryrun.dryrun import dry_run, fake_world, make_mesh, prepare
+from minitron.planner.dryrun.trace import OPERATIONS, Tracer, described, dry_trace, held, real_trace
 from minitron.planner.machine import DEVICES, choose_machine
 from minitron.planner.memory import Memory
 from minitron.planner.page import Tour, content, html
@@ -76,6 +76,39 @@ def test_the_shards_are_those_of_the_ranks(page):
         axis = mock.Mock(size=2, rank=rank)
         assert [tuple(x) for x in qkv["slices"][rank]] == Shard(0, axis, chunks).slices()
     assert list(qkv["shape"]) == [sum(chunks), 64] and list(qkv["local"]) == [64, 64]
+
+
+def test_what_all_ranks_report_is_what_one_of_each_stage_knows():
+    """Two data ranks, of which each reports its own slices, and one stage's first rank those of all by the rules."""
+    cfg = config(CFG, dict(train=dict(micro_batch_size=1, global_batch_size=4)))
+    traces = []
+    for rank in range(8):
+        with fake_world(8, rank):
+            trainer = prepare(cfg, make_mesh(cfg, 8))
+            traces.append(described(trainer, Tracer(), everyone=False))
+            place = traces[-1]["place"]
+            assert all([*b["owners"]] == [trainer.mesh.dp_cp.rank] for b in traces[-1]["buckets"]) and place["dp"] < 2
+            assert all([*x["slices"]] == [place["tp"]] for x in traces[-1]["params"] if x["dim"] is not None)
+            for i, bucket in enumerate(traces[-1]["buckets"]):  # one after another
+                mine = [x for x in traces[-1]["params"] if x["bucket"] == i]
+                spans = sorted((x["start"], x["start"] + math.prod(x["local"])) for x in mine)
+                assert spans[0][0] == 0 and spans[-1][1] <= bucket["size"]
+                assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:]))
+                assert bucket["numel"] == sum(end - start for start, end in spans)
+    whole = pages.holdings(traces)
+    assert whole == pages.holdings([held(cfg, 8, 0), held(cfg, 8, 4)])
+    for x in (x for stage in whole for x in stage["params"] if x["dim"] is not None):
+        assert sorted(x["slices"]) == [0, 1] and pages.covered(x)
+        assert x["shape"][x["dim"]] == 2 * x["local"][x["dim"]]
+    for bucket in (bucket for stage in whole for bucket in stage["buckets"]):
+        assert pages.contiguous(sorted(bucket["owners"].values()), bucket["size"]) and len(bucket["owners"]) == 2
+
+
+def test_each_rank_lists_the_samples_of_its_microbatches(tour, page):
+    t, samples = tour.cfg.train, page["samples"]
+    assert sorted(samples) == [0, 1, 2, 3] and all(of == samples[0] for of in samples.values())
+    assert [len(batch) for batch in samples[0]] == [t.micro_batch_size] * page["microbatches"]
+    assert len({number for batch in samples[0] for number in batch}) == t.global_batch_size
 
 
 def test_one_layer_has_the_collectives_of_the_dry_run(page):
@@ -174,6 +207,9 @@ def test_recomputation_keeps_less_and_computes_more(page):
     none, selective, full = page["recompute"]
     assert none["kept"] > selective["kept"] > full["kept"] and none["again"] == selective["again"] == 0
     s, h = CFG.train.seq_len, CFG.model.hidden_size
+    # float32 of a row: two sums, two norms, q k v, attention's output as made and as read, three of the MLP; statistics
+    numbers = 2 * h + 2 * h + (64 + 2 * 32) + 2 * h + 3 * 96 + 4 + 2
+    assert none["kept"] == CFG.train.micro_batch_size * 4 * s // 2 * numbers
     assert full["kept"] == 4 * s // 2 * h and 0.3 < full["again"] < 0.34  # the input alone; forward is a third
     cfg = config(CFG, dict(train=dict(recompute="full", global_batch_size=2)))
     events = dry_trace(cfg, 4, 0)["events"]
