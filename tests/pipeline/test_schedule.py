@@ -35,6 +35,7 @@ from minitron.planner.draw import (
     MOST,
     NAMES,
     PLOT,
+    _colour,
     caption,
     describe,
     draw_svg,
@@ -660,6 +661,9 @@ def test_the_svg_of_a_short_step_has_a_numbered_box_for_every_operation(layout):
     kinds = {NAMES[type(event.action)] for event in timeline.events}
     assert {f"rank {rank}" for rank in range(layout[0])} | kinds | {"idle"} <= set(texts)
     assert set(NAMES.values()) & set(texts) == kinds  # the legend has what is drawn
+    rects = ElementTree.fromstring(draw_svg(timeline)).findall(f"{SVG}rect")
+    tints = [_colour(kind, chunk, layout[1]) for kind in NAMES if NAMES[kind] in kinds for chunk in range(layout[1])]
+    assert [rect.get("fill") for rect in rects if rect.get("y") == "33"] == [*tints, "url(#idle)"]
     assert max(left + width for _, _, left, width, _ in boxes) < 72 * style.WIDTH
 
 

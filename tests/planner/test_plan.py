@@ -685,9 +685,14 @@ def test_the_bars_of_several_plans_have_all_parts_and_enlarged_those_that_change
         unit, digits, scale = (" s", 3, 1) if axes is whole else (" ms", 1, 1e3)
         texts = [text.get_text() for text in axes.texts]
         assert [f"{scale * total:.{digits}f}{unit}" for total in totals] == [x for x in texts if x.endswith("s")]
+        wide = [x for widths in shown[axes].values() for x in widths if x >= pictures.NARROW * max(ends)]
+        assert sorted(f"{x:.3g}" for x in wide) == sorted(x for x in texts if not x.endswith("s"))
         assert [label.get_text() for label in axes.get_yticklabels()] == ["8 GPUs", "16 GPUs", "32 GPUs"]
         assert axes.get_title(loc="left")
     assert {text.get_text() for text in figure.legends[0].texts} == set(shown[whole])
+    seconds = {part: (part != "optimizer") * plans[0].seconds[part] for part in pictures.MEANINGS}
+    legend = pictures.time_bars([replace(plans[0], seconds=seconds), *plans[1:]]).legends[0]  # others have all parts
+    assert {text.get_text() for text in legend.texts} == set(shown[whole])
     # Where nothing changes, or most of the step does, there is nothing to enlarge.
     assert len(pictures.time_bars([plans[0], plans[0]]).axes) == 1
     slower = {part: (1 + (part != "optimizer")) * plans[0].seconds[part] for part in pictures.MEANINGS}

@@ -1251,17 +1251,22 @@ def test_the_remedy_fits_and_nothing_nearer_or_faster_does(memory_gib, number):
     assert len(as_near) > 1 and least_seconds(plan(cfg, 8, machine)) <= min(as_near)
 
 
-@pytest.mark.parametrize("kind", ["1f1b", "zb-h1"])
-def test_the_layouts_that_a_remedy_is_chosen_from(kind):
+@pytest.mark.parametrize("kind, layers", [("1f1b", 6), ("zb-h1", 6), ("1f1b", 4)])
+def test_the_layouts_that_a_remedy_is_chosen_from(kind, layers):
     """All that keep the rules, of stages that are equal or a rank's only one; the configuration's own is the first."""
-    keys = ["model.num_layers=6", "parallel.pp=2", "parallel.layers_per_stage=[4,2]", f"parallel.schedule={kind}"]
+    keys = [
+        f"model.num_layers={layers}",
+        "parallel.pp=2",
+        f"parallel.layers_per_stage=[{layers - 1},1]",
+        f"parallel.schedule={kind}",
+    ]
     cfg, sizes = cli.load([*SMALL, *keys]), (1, 2, 4, 8)
     found, expected = list(fit_module.plain_layouts(cfg, 8, H100)), [repr(cfg)]
     for tp, cp, pp, vp, size in itertools.product(sizes, sizes, range(1, 7), range(1, 7), sizes):
         schedule = kind if pp > 1 and vp == 1 else "1f1b"
         parallel = replace(cfg.parallel, tp=tp, cp=cp, pp=pp, vp=vp, schedule=schedule, layers_per_stage=None)
         layout = replace(cfg, parallel=parallel, train=replace(cfg.train, micro_batch_size=size))
-        if (vp == 1 or 6 % (pp * vp) == 0) and (pp > 1 or vp == 1) and fit_module.keeps_rules(layout, 8):
+        if (vp == 1 or layers % (pp * vp) == 0) and (pp > 1 or vp == 1) and fit_module.keeps_rules(layout, 8):
             expected.append(repr(layout))
     kept = [repr(layout) for layout in found if fit_module.keeps_rules(layout, 8)]
     assert found[0] == cfg and sorted(kept) == sorted(expected) and len(expected) > 20

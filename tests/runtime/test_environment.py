@@ -89,7 +89,7 @@ def test_the_node_s_folder_is_one_for_all_processes_of_a_user(tmp_path, monkeypa
     assert private(folder) and environment.node_folder() == folder and os.listdir(tmp_path) == [Path(folder).name]
 
 
-@pytest.mark.parametrize("planted", ["link", "open to all", "file", "another user's"])
+@pytest.mark.parametrize("planted", ["link", "open to all", "open to the group", "file", "another user's"])
 def test_a_folder_that_another_user_could_have_made_is_not_used(tmp_path, monkeypatch, planted):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     path = tmp_path / f"minitron-{os.getuid()}"
@@ -100,8 +100,8 @@ def test_a_folder_that_another_user_could_have_made_is_not_used(tmp_path, monkey
         path.touch(0o700)
     else:
         path.mkdir(0o700)
-        if planted == "open to all":
-            path.chmod(0o777)
+        if planted.startswith("open"):
+            path.chmod(0o777 if planted == "open to all" else 0o750)
         elif os.getuid() != 0:
             pytest.skip("only root can give a folder away")
         else:
@@ -189,4 +189,4 @@ def test_what_the_user_has_set_stays_and_the_rest_is_set(tmp_path, monkeypatch, 
     environment.set_defaults(environ := dict.fromkeys(mine, "mine") | {"OMP_WAIT_POLICY": "active"})
     caches = {name: f"{tmp_path}/minitron-{os.getuid()}/{below}" for name, below in environment.CACHES.items()}
     assert environ == environment.DEFAULTS | caches | dict.fromkeys(mine, "mine") | {"OMP_WAIT_POLICY": "active"}
-    assert len({*caches.values()}) == 2
+    assert len({*caches.values()}) == 2 and environment.DEFAULTS["NCCL_GRAPH_REGISTER"] == "0"

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -560,6 +561,23 @@ def test_signals_are_as_before_afterwards():
     with Listener({}) as listener:  # a library, loaded before Python, had set a handler
         listener.before[signal.SIGUSR1] = None
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+
+
+def test_a_stop_is_agreed_on_where_the_store_is_gone_and_ends_with_its_training(stop, monkeypatch):
+    """A signal afterwards ends the process without a line; SIGUSR1 asks for a save, of which there is none."""
+    monkeypatch.setattr(stop, "gate", SimpleNamespace(close=mock.Mock(side_effect=RuntimeError("closed"))))
+    stop._on_signal(signal.SIGUSR1)
+    assert stop.local_signal == signal.SIGUSR1 and stop.gate.close.call_count == 1
+    after = Stop(Mesh.offline(), stop.log, 3, listener := Listener({}))
+    with suppress(OSError), after.handling():
+        raise OSError("disk")
+    assert listener.on_signal == after._on_signal
+    with after.handling():
+        assert len(listener.checks) == 1
+    assert not listener.checks
+    for number, ends in (signal.SIGUSR1, []), (signal.SIGINT, [130]), (signal.SIGTERM, [130, 143]):
+        listener.on_signal(number)
+        assert stop.ends == ends
 
 
 def test_signals_masks_and_handlers_are_as_before():

@@ -259,7 +259,7 @@ def test_skipped_steps_and_those_without_a_loss_are_counted_apart(tmp_path):
 def test_mfu_and_memory_follow_the_line():
     it = replace(STEP, memory_gib=70.04)
     shape = cli.load(GPT_175B).model
-    for extra, peak in ([], 989.0), (["precision.fp8=current"], 1979.0):
+    for extra, peak in ([], 989.0), (["precision.fp8=current"], 1979.0), (["precision.fp8=delayed"], 1979.0):
         (line,) = lines(GPT_175B + extra, [it], device_name="NVIDIA H100 80GB HBM3")
         mfu = 100 * flops.tflops_per_gpu(96 * flops.full(shape, 2048), 7.2310, 384) / peak
         assert line == f"{PUBLISHED} MFU (full): {mfu:.2f}% | memory: 70.0 GiB |"
@@ -377,7 +377,7 @@ def test_files(tmp_path, capsys):
     folder = tmp_path / "run"
     cfg = cli.load([f"log.dir={folder}", "log.every=100", "precision.dtype=bf16", "train.seq_len=64"])
     its = [
-        replace(STEP, step=1, loss=4.0, seconds=0.5),
+        replace(STEP, step=1, loss=4.0, seconds=0.5, stall_seconds=0.125),
         replace(
             STEP,
             step=2,
@@ -420,7 +420,7 @@ def test_files(tmp_path, capsys):
         "learning_rate": 4.438e-7,
         "loss_scale": 4096.0,
         "step_seconds": 0.5,
-        "stall_seconds": 0.0,
+        "stall_seconds": 0.125,
         "samples_per_second": 16 / 0.5,
         "tokens_per_second": tokens / 0.5,
         "memory_gib": None,
@@ -597,6 +597,18 @@ def test_an_error_of_one_rank_is_in_its_log_too(tmp_path, capsys):
     assert capsys.readouterr().err == "error: no answer\n"
     for name in "rank-1.log", "errors.log":
         assert (tmp_path / name).read_text().count("rank 1: error: no answer\n") == 1
+
+
+@pytest.mark.parametrize("where", ["null", "{}"])
+def test_a_traceback_is_in_the_rank_s_log_or_on_stderr(tmp_path, capsys, where):
+    with Log(cli.load([f"log.dir={where.format(tmp_path)}"]), 1, 2) as log:
+        try:
+            raise ZeroDivisionError("by a test")
+        except ZeroDivisionError:
+            log.current_traceback()
+    logged = "".join(path.read_text() for path in tmp_path.glob("rank-1.log"))
+    for text, has in (capsys.readouterr().err, where == "null"), (logged, where != "null"):
+        assert ("ZeroDivisionError: by a test" in text and "Traceback" in text) == has == bool(text)
 
 
 def test_a_file_of_errors_that_cannot_be_written_ends_nothing(tmp_path, capsys):

@@ -148,7 +148,8 @@ def test_wandb_that_is_not_there(tmp_path, monkeypatch):
 def test_wandb_without_a_key_is_one_line(wandb, tmp_path, monkeypatch):
     """It would ask for one on a terminal that a job does not have."""
 
-    def refuse(**options):
+    def refuse(resume, id, name, **options):
+        assert (resume, name) == ("allow", "run") and len(id) > 6
         raise wandb.errors.UsageError("api_key not configured (no-tty).\nCall wandb.login(key=[your_api_key])")
 
     monkeypatch.setattr(wandb, "init", refuse)

@@ -66,7 +66,9 @@ def test_a_gpu_that_is_unfit(tmp_path, fake, monkeypatch, after, word):
     assert word in found and "\n" not in found
 
 
-@pytest.mark.parametrize("before, after", [("0", "0"), ("3", "3"), ("3", "0"), ("[N/A]", "[N/A]")])
+@pytest.mark.parametrize(
+    "before, after", [("0", "0"), ("3", "3"), ("3", "0"), ("[N/A]", "[N/A]"), ("0", "[Not Supported]")]
+)
 def test_a_gpu_without_new_errors_is_fit(tmp_path, fake, before, after):
     """A driver that is loaded again counts from 0."""
     before, after = ({"nvidia-smi": (answers(count, "0"),)} for count in (before, after))
@@ -95,6 +97,12 @@ def test_xid_errors_in_the_kernel_log(tmp_path, fake, before, after, unfit):
     fake("nvidia-smi", answers("0", "0"))
     found = look(tmp_path, fake, {"dmesg": (before,)}, {"dmesg": (after,)})
     assert ("0000:af:00" in found and "Xid" in found) == bool(found) == unfit
+
+
+def test_errors_that_only_a_reset_a_reboot_or_a_repair_ends():
+    """By NVIDIA's catalog; 480 begins like one of them."""
+    ends = {number for number in [*range(200), 480] if health.XID.search(XID.format("0000:af:00", number))}
+    assert ends == {48, 62, 64, 74, 79, 95, 119, 120, 140}
 
 
 def test_a_driver_without_the_recovery_action(tmp_path, fake):

@@ -371,6 +371,7 @@ def test_a_node_whose_ranks_cannot_be_killed_leaves(tmp_path, monkeypatch):
 def node(tmp_path):
     """The supervisor of node 0, with an agent that keeps what it is given."""
     node = Supervisor(arguments(tmp_path))
+    assert (node.health.folder, node.health.write_seconds) == (tmp_path, 1.0)  # half of --dead-seconds
     node.agent = SimpleNamespace(started=[], signals=[], ended={}, said={}, running=False, listen=lambda: None)
     node.agent.start, node.agent.signal = node.agent.started.extend, node.agent.signals.append
     node.health = SimpleNamespace(unfit=lambda: "unfit", poor=lambda: "poor")
@@ -596,8 +597,11 @@ def test_the_first_round_waits_for_enough_nodes_and_a_while_for_spares(led):
     assert led(2, first, second) == ("run", [0, 1])
 
 
-def test_the_first_round_begins_at_once_with_all_spares(led):
-    assert led(0, *map(beat_of, range(3))) == ("run", [0, 1])
+def test_the_first_round_begins_at_once_with_all_spares_and_is_on_the_disk(led, monkeypatch):
+    """Another node leads if this machine dies now."""
+    synced = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    assert led(0, *map(beat_of, range(3))) == ("run", [0, 1]) and synced
 
 
 @pytest.mark.parametrize("beats", [[beat_of(0)], [beat_of(0), beat_of(1, leaving="got SIGTERM")]])
