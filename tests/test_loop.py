@@ -299,3 +299,12 @@ def test_weights_begin_with_their_deviation_and_those_that_write_to_the_stream_w
             assert float(param.detach().std()) == pytest.approx(std, rel=tolerance), param.spec.name
             assert abs(float(param.detach().mean())) < 4 * std / math.sqrt(param.numel())
     assert writing == 2 * m.num_layers
+
+
+@pytest.mark.parametrize("rerun", ["on", "off"])
+def test_numerics_watch_what_checks_the_steps(rerun):
+    """A step is run again beneath them, so that their figures are those of the step that counts."""
+    trainer = build(config(LLAMA, {"train": {"rerun": rerun}, "log": {"numerics_every": 1}}), Mesh.offline(1))
+    below = trainer.rerun or trainer.runner
+    assert trainer.numerics.runner is below and (trainer.rerun is None) == (rerun == "off")
+    assert trainer.rerun is None or trainer.rerun.runner is trainer.runner

@@ -286,6 +286,7 @@ def file_of(**record) -> dict:
             "another version .ValueError",
         ),
         (dict(iteration=4), "is of iteration 4, and the name of its folder of 00000003; give it its old name back"),
+        (dict(iteration=2), "is of iteration 2, and the name of its folder of 00000003"),
         (dict(iteration=1 << 60), "1152921504606846976 is not a count"),
         (dict(consumed_samples=True), "True is not a count"),
         (dict(config=[]), "config is not an object"),

@@ -160,7 +160,7 @@ def noted():
         run()
         told[name] = activity.told[:]
         activity.told.clear()
-    values = [None, {"é": mesh.rank}] if axis.rank else "short"
+    values = [None, {"é": mesh.rank}] if axis.rank else "x" * 300
     least = collectives.all_reduce_(torch.tensor([mesh.rank]), axis, op=torch.distributed.ReduceOp.MIN).wait()
     return axis.ranks, told, collectives.gather_json(values, axis, torch.device("cpu")), least.tolist()
 
@@ -186,4 +186,4 @@ def test_a_collective_is_noted_with_its_input_its_ranks_and_whether_it_waits(ran
                 ("exchange", "dp", 72, True),
             ],
         }
-        assert gathered == ["short", [None, {"é": members[1]}]] and least == [members[0]]
+        assert gathered == ["x" * 300, [None, {"é": members[1]}]] and least == [members[0]]
