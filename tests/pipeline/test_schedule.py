@@ -223,10 +223,14 @@ def test_forward_only_schedules(layout):
 
 @given(LAYOUTS, st.booleans())
 def test_few_messages_are_under_way(layout, training):
-    """A rank that only sends, as the first one in an evaluation, would else keep all that it ever sent."""
+    """A rank that only sends, as the first one in an evaluation, would else keep all that it ever sent.
+
+    No Exchange waits for more than that: work would stop that messages could run beside.
+    """
     for actions in (make if training else forward_only)(*layout).ranks:
         posted = complete = 0
         for action in actions:
+            assert type(action) is not Exchange or action.after == max(0, posted - IN_FLIGHT)
             complete = max(complete, action.after)
             posted += type(action) is Exchange
             assert complete <= posted <= complete + IN_FLIGHT + 1
