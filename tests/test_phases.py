@@ -230,6 +230,18 @@ def evaluated(words: list[str], axes: dict) -> float:
     return loss
 
 
+@pytest.mark.parametrize(
+    "agreed, every, step, runs", [(0, 3, 6, True), (0, 3, 7, False), (15, 3, 6, False), (0, 0, 6, False)]
+)
+def test_a_run_evaluates_every_so_many_steps_until_it_is_stopped(agreed, every, step, runs):
+    """The line of the training comes before that of the evaluation, which is no time of the training."""
+    cfg, calls = cli.load([f"train.eval_every={every}"]), mock.Mock()
+    evaluation = Evaluation(calls.evaluate, cfg, mock.Mock(), None, calls.log, mock.Mock(agreed=agreed), calls.meter)
+    evaluation.run = calls.run
+    evaluation.after(mock.Mock(step=step))
+    assert calls.mock_calls == [mock.call.meter.close(), mock.call.run(step), mock.call.meter.restart()] * runs
+
+
 @pytest.mark.parametrize("axes", [{}, dict(tp=2), dict(pp=2), dict(cp=2)], ids=str)
 def test_an_evaluation_alone_is_that_of_the_run_in_any_layout(ranks, run, axes):
     words = [*PHASES, RAMP, SKIP, f"checkpoint.dir={run / 'saves'}"]

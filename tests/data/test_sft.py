@@ -177,6 +177,7 @@ def test_samples_hold_every_document_whole_and_pad_the_rest(tmp_path):
                 answers = [token == ord("!") or token == ord(" ") or token == ByteTokenizer.eod for token in text]
                 assert sample.mask[begin : end - 1].tolist() == answers[1:]
         assert not sample.mask[used - 1 :].any() and not sample.mask[sample.starts - 1].any()
+        assert (sample.tokens[used:] == ByteTokenizer.eod).all()
     assert sorted(found) == sorted(row["prompt"] + row["completion"] for row in rows(60))
     assert data.note == (
         f"sft: an epoch is 60 documents in {train.packing.num_sequences} samples of train.seq_len=64, "
@@ -215,7 +216,7 @@ def test_validation_is_a_share_of_the_lines_or_files_of_its_own(tmp_path):
 def test_a_long_answer_is_cut_and_counted(tmp_path):
     lines = [{"prompt": "?" * S, "completion": "!!"}, {"prompt": "?", "completion": "!" * 99}]
     data = datasets(tmp_path, [write(tmp_path, lines)], split="1")
-    assert "2 documents (2 cut at the end) in 2 samples" in data.note
+    assert "2 documents (2 cut at the end) in 2 samples of train.seq_len=64, 100.00% full" in data.note
     masks = sorted(data.train[i].mask.sum() for i in range(2))
     assert masks == [1, S] and data.train[0].padding == 0
 

@@ -171,7 +171,7 @@ def test_only_what_a_row_says_may_hold_special_tokens(special, bos, begin):
         ({"prompt": "a", "completion": "b"}, 0),
         ({"prompt": "<s> </s> <s>", "completion": "b"}, 1),
         ({"prompt": "a", "completion": "b</s>"}, 1),
-        ({"prompt": "a<", "completion": "s>"}, 0),
+        ({"prompt": "s><", "completion": "s><"}, 0),
         ({"prompt": "a", "completion": "b", "id": "<s>"}, 0),
         ({"prompt": "a", "completion": "b", "tools": [{"<s>": 1}]}, 1),
         ({"prompt": "a", "completion": "b", "tools": [{"name": {"x": ["y", "</s>"]}}]}, 1),

@@ -235,6 +235,8 @@ def test_special_pieces_of_sentencepiece_have_any_ids(tmp_path, bos, eos, unk):
     ids = ours.encode("<s>the</s>", special=True)
     assert ids[-1] == eos and (ids[0] == bos) == (bos >= 0) and eos not in ours.encode("<s>the</s>")
     assert eos not in ours.encode("</s>")
+    ours = load_tokenizer(f"llama2:{sentencepiece_file(tmp_path, eos_piece='<.|>')}")  # whose characters are no pattern
+    assert ours.encode("the<.|>end<a>", special=True).count(ours.eod) == 1
 
 
 @given(text=any_text)
