@@ -113,6 +113,8 @@ def norms(layer_norm, delta, kind):
     exact = fused.add_norm(*inputs, CastInto(scale, None, torch.float32))[1]
     assert_close_rel(exact.rowwise, twin[1].rowwise, 1e-3, "norm and cast")
     assert_close_rel(amax[1], amax[2], 1e-3, "amax")
+    if not delta:  # its backward in one pass asks for the GPU: see test_fused_pointwise.py
+        return
     dy = randn(5, 5, 3, 72, dtype=torch.float16)
     grads = (ops.add_norm_backward(dy, None, *twin[::2], weight, delta, False) for ops in (fused, plain))
     for mine, wanted in zip(*grads):

@@ -517,6 +517,14 @@ def test_names_are_unique_over_the_chunks_of_a_rank():
         Gradients(chunks, mesh, PLAIN, overlap=False)
 
 
+@pytest.mark.parametrize("units", [["block0", "block1"], ["block1", "block0"]])
+def test_what_is_copied_to_float32_has_space_for_the_largest_bucket_of_all_chunks(units):
+    mesh = Mesh.offline(2)
+    chunks = [Chunk([unit], mesh, torch.bfloat16) for unit in units]
+    made = Gradients(chunks, mesh, PLAIN, overlap=False, dtype=torch.bfloat16, bucket_bytes=SMALL_BUCKETS)
+    assert len(made.slice_comm.wide) == max(bucket.plan.size for bucket in made.buckets)
+
+
 def test_the_norm_of_a_large_bucket_is_exact():
     """A float32 sum over a bucket of 10 million elements was 4e-4 off, so one process and two clipped differently."""
     layer = nn.Linear(4000, 2500, bias=False)
