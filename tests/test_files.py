@@ -79,7 +79,7 @@ def test_json(tmp_path):
 
 
 def test_a_line_may_be_as_long_as_a_record(monkeypatch):
-    """With its newline, which the last one may lack."""
+    """The limit includes the newline, which the last line may lack."""
     monkeypatch.setattr(files, "RECORD_BYTES", 5)
     assert list(files.lines_of(io.BytesIO(b"abcd\n\nabcde"), "x")) == [b"abcd\n", b"\n", b"abcde"]
     for text in b"a\nabcde\n", b"a\nabcdef":

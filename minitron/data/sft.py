@@ -257,11 +257,13 @@ def _encode_messages(row: dict[str, Any], tokenizer: Tokenizer, special: bool, c
     if tokenizer.chat is None:
         return encode_chat(row["messages"], tokenizer, special)
     chat = {key: row[key] for key in ("messages", "tools", "chat_template_kwargs") if row.get(key)}
-    if isinstance(tools := chat.get("tools", []), str):  # tables store it as text
+    if isinstance(tools := chat.pop("tools", None), str):  # tables store it as text
         with errors_as(ValueError, lambda error: f"has tools that are not JSON ({error}); correct them", ValueError):
-            chat["tools"] = tools = parse_json(tools)
-    if not isinstance(tools, list):
+            tools = parse_json(tools)
+    if tools is not None and not isinstance(tools, list):
         raise ValueError("has tools that are not a list; write the list of their JSON schemas")
+    if tools:
+        chat["tools"] = tools
     counts["templated"] += 1
     return tokenizer.chat.encode(chat, special)
 

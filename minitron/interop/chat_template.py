@@ -168,7 +168,7 @@ def _render(template, in_blocks: bool, chat: dict, tokens: dict) -> tuple[str, l
         return "".join(pieces), []
     without_tools = None
     with suppress(Exception):  # a template that raises without tools does read them
-        without_tools = text_of(messages, tools=None) if chat.get("tools") else None
+        without_tools = text_of(messages, tools=None) if "tools" in chat else None
     if without_tools == whole:
         raise ValueError("it leaves out the tools")
     pins = Pins(text_of, messages, whole, tokens.get("eos_token", ""))

@@ -149,7 +149,7 @@ def test_any_box_is_read_from_any_boxes(tmp_path_factory, cuts, shard_bytes, dat
 
 
 def test_boxes_are_read_in_any_order_of_the_index(tmp_path, monkeypatch):
-    """Those of a file need not follow each other."""
+    """Boxes of one file need not follow each other in the index."""
     monkeypatch.setattr(import_weights, "FILE_BYTES", 60)
     write(tmp_path, cuts=6)
     index = json.loads((tmp_path / "step_00000003" / "index.json").read_text())

@@ -252,7 +252,7 @@ TOKENIZER_FILES = (
 
 
 def test_an_import_keeps_files_and_ids_of_a_tokenizer_alone(tmp_path):
-    """Without settings of generation the ids of config.json, of which any may be 0."""
+    """Without settings of generation an import keeps the ids of config.json, of which any may be 0."""
     (source := tmp_path / "source").mkdir()
 
     def kept(**config):
@@ -448,7 +448,7 @@ def test_each_third_save_and_the_last_are_exported(tmp_path, monkeypatch, every)
     monkeypatch.setattr(exporting.subprocess, "Popen", begun)
     for step in range(10, 80, 10):
         one.saved(tmp_path / f"step_{step}", step)
-    assert started == ["step_30", "step_60", "step_70"], "each in a session of its own: Ctrl-C is for the run alone"
+    assert started == ["step_30", "step_60", "step_70"], "each in its own process group: Ctrl-C is for the run"
     one.saves = 0
     for step in range(10, 80, 10):
         (tmp_path / f"step_{step}-hf").mkdir()
@@ -458,7 +458,7 @@ def test_each_third_save_and_the_last_are_exported(tmp_path, monkeypatch, every)
 
 @pytest.mark.parametrize("every, due", [("10", [30, 60, 70]), ("0", [70]), ("null", [70])])
 def test_saves_between_the_interval_s_are_not_exported(every, due):
-    """As one that a signal asks for, and those in local_dir."""
+    """A save that a signal asks for, and saves in local_dir."""
     keys = ["train.steps=70", "checkpoint.export=hf", "checkpoint.export_every=3", f"checkpoint.every={every}"]
     one = Exporter(cli.load([*TINY, *keys, "checkpoint.dir=a"]), None)
     assert [step for step in range(1, 71) if one.due(step)] == due

@@ -91,7 +91,7 @@ def test_no_index_is_kept_while_training(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_rank_verifies_what_it_reads_and_its_part_of_all_other_files(whole):
-    """None of a local save, whose files its start has verified. A folder of another format verifies itself."""
+    """A local save is verified at the start and not read again. A folder of another format verifies itself."""
 
     class Stored(Reader):
         def __init__(self):

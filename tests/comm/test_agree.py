@@ -65,8 +65,8 @@ def test_all_ranks_get_the_answer_of_rank_0(ranks, world, fan_out):
 
 @mock.patch.object(agree, "FAN_OUT", 2)
 def agreed_by_two():
-    """What this rank gets by each of two agreements of a process group, and how long their groups wait."""
-    rank, size, limit = dist.get_rank(), dist.get_world_size(), timedelta(seconds=20)
+    """Return what each of two agreements of a process group gives this rank, and the time limits of their groups."""
+    rank, size, limit = dist.get_rank(), dist.get_world_size(), agree.PATIENCE / 2
     agreements = [Agreement.create(rank, size, limit) for _ in range(2)]
     waits = {level.group.options._timeout for agreement in agreements for level in agreement.levels}
     return [agreement.decide(lambda: rank, list) for agreement in agreements[::-1]], waits

@@ -145,7 +145,7 @@ class Noted(Activity):
 
 
 def noted():
-    """What a rank of two dp groups of two notes of each collective; what it gathers as JSON, and a least value."""
+    """Run each collective; return what the activity recorded, the gathered JSON and a minimum."""
     mesh = Mesh.create(tp=2)
     axis, told = replace(mesh.dp, activity=(activity := Noted())), {}
     x, wide, received, peer = torch.zeros(3), torch.zeros(6), [torch.empty(3), torch.empty(6)], 1 - axis.rank
@@ -166,7 +166,7 @@ def noted():
 
 
 def test_a_collective_is_noted_with_its_input_its_ranks_and_whether_it_waits(ranks):
-    """What a dry run counts, and what is logged of a rank that hangs."""
+    """A dry run counts these figures, and the log has them for a rank that hangs."""
     for rank, (members, told, gathered, least) in enumerate(ranks(4, noted)):
         assert members == (rank % 2, rank % 2 + 2)
         peer = (members[rank // 2 - 1],)

@@ -29,7 +29,7 @@ def test_a_result_that_needs_a_wait_or_a_finish_is_not_done():
 
 
 def test_seconds_between_moments(monkeypatch):
-    """Of two events, which are milliseconds apart; of the host's clock, if one of the moments has none."""
+    """Two events give milliseconds; if one of the moments has none, the host's clock counts."""
     clock = iter([10.0, 12.5, 13.0, 14.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     begin, end = DeviceTime(torch.device("cpu")), DeviceTime(torch.device("cpu"))
@@ -44,3 +44,8 @@ def test_seconds_between_moments(monkeypatch):
     with mock.patch.object(torch.cuda, "Event", lambda enable_timing: event(500.0 if enable_timing else None)):
         begin, end = DeviceTime(torch.device("cuda")), DeviceTime(torch.device("cuda"), event(3000.0))
     assert end.seconds_since(begin) == pytest.approx(2.5) and waited == ["recorded", 3000.0]
+    clock = iter([20.0, 21.0])
+    on_host, waited[:] = DeviceTime(torch.device("cpu")), []
+    with mock.patch.object(torch.cuda, "Event", lambda enable_timing: event(0.0)):
+        on_gpu = DeviceTime(torch.device("cuda"))
+    assert (on_gpu.seconds_since(on_host), on_host.seconds_since(on_gpu)) == (1.0, -1.0)

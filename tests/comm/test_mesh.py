@@ -200,7 +200,7 @@ def test_over_nccl_one_split_makes_the_pairs_of_tied_stages(sizes):
 
 
 def limits():
-    """The time limits of this rank's groups, after one in which only the world's was set."""
+    """Return the time limit of each of this rank's process groups."""
     mesh = Mesh.create(pp=2, tp=2, timeout=timedelta(seconds=77), node_ranks=2)
     groups = {name: axis.group for name, axis in vars(mesh).items() if getattr(axis, "group", None) is not None}
     return {name: group._get_backend(torch.device("cpu")).options._timeout for name, group in groups.items()}

@@ -914,7 +914,7 @@ def test_gpu_too_old(argv, capability, parts):
 
 @pytest.mark.parametrize("tp, cp, seq_len, positions", [(2, 1, 256, 256), (1, 2, 512, 256), (4, 4, 128, 128)])
 def test_attention_s_offsets_are_those_of_a_rank_s_heads_and_positions(tp, cp, seq_len, positions):
-    """Of 8 + 2 * 4 heads with 16 channels. A kernel takes 128 positions at least."""
+    """The model has 8 + 2 * 4 heads with 16 channels. A kernel takes at least 128 positions."""
     most = ((1 << 31) - 1) // (256 // tp * positions)
     for batch in most, most + 1:
         train = dict(seq_len=seq_len, micro_batch_size=batch)

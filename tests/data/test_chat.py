@@ -447,11 +447,11 @@ def test_templates_of_a_folder(bpe, tmp_path):
 
 
 def test_a_table_s_text_of_no_tools_is_none(bpe):
-    """As of a column in which other rows have tools: their template leaves nothing out."""
-    ours = ours_of(of_transformers(bpe, CHATML))
+    """A column in which other rows have tools holds it: the template is told that there are none."""
+    ours = ours_of(of_transformers(bpe, "{{ tools is none }}" + CHATML))
     ours.chat.template.__class__ = Here
     plain = encode(ours, said("a", "b"))
-    for tools in "[]", [], "", None:
+    for tools in "[]", "null", [], "", None:
         assert encode_row({"messages": said("a", "b"), "tools": tools}, ours, False, Counter()) == plain
 
 

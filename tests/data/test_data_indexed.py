@@ -144,6 +144,8 @@ def test_more_tokens_than_an_int32_can_count(tmp_path):
     assert gpt.count_tokens(dataset, range(3), 1) == 3 << 30
     rows = gpt.build_sample_index(dataset.lengths, np.array([2, 0, 1], np.int32), (3 << 10) - 1, 1 << 20)
     assert rows.tolist() == [[*divmod(k << 20, 1 << 30)] for k in range(3 << 10)]
+    del dataset
+    (tmp_path / "d.bin").unlink()  # pytest keeps folders, and a copy of one would be large
 
 
 def test_modes_are_passed_over(tmp_path):

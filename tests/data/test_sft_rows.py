@@ -140,7 +140,7 @@ def test_bad_rows_of_others(tmp_path, row, message):
 
 
 def noted(bos, *special):
-    """A tokenizer whose ids are each text, and whether special tokens in it are some."""
+    """Make a tokenizer that returns (text, special) in place of ids."""
     ids = {text: number for number, text in enumerate(special)}
     encode = lambda text, special=False: [(text, special)]
     return SimpleNamespace(bos=bos, eod=99, special=ids, chat=None, encode=encode)

@@ -89,7 +89,7 @@ def test_an_asked_clock_takes_microseconds():
     "layout", [("parallel.tp=2", "train.micro_batch_size=16"), ("train.micro_batch_size=4",)], ids=["tp2", "dp2"]
 )
 def test_a_slow_gpu_is_named_within_30_steps(tmp_path, graph, layout):
-    """Of microbatches that bound an eager step by the GPU: waiting for the host hides the slow one's products."""
+    """Microbatches are so large that the GPU bounds an eager step: a late host would hide the slow GPU's products."""
     keys = *STEPS, *layout, "train.global_batch_size=32", f"train.cuda_graph={graph}", "train.steps=45"
     with Run(tmp_path, "slow@1", *keys, ranks=2, on_gpus=True) as run:
         status, _, output = run.end()

@@ -39,7 +39,7 @@ def inputs_of(of, m, f, dtype):
 
 
 def cast_and_sums(ops, of, inputs, into, sums):
-    """What one module makes of them; a backward alone can sum, and a cast leaves its input as it is."""
+    """Run one module's cast; return its result and its sums, which only a backward has."""
     function = getattr(ops, CASTS[of])
     return function(*inputs, sums, into, over_x=True) if "backward" in of else (function(*inputs, into), None)
 

@@ -129,7 +129,7 @@ def in_fp8(tp: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_ranks_cast_their_parts_of_a_piece_with_one_scale(ranks):
-    """The gradients of their columns have scales of their own, which rounds dx otherwise, by 2^-3 at most."""
+    """Each rank scales the gradients of its columns by itself, so dx differs by at most 2^-3."""
     loss, dx = in_fp8(1)
     results = ranks(2, in_fp8, 2)
     for result in results:

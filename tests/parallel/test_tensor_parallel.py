@@ -176,7 +176,7 @@ def test_vocabulary_split(ranks, tp, sequence_parallel, main_grad):
 
 @pytest.mark.parametrize("in_order", [False, True])
 def test_ranks_that_must_get_the_same_bits_add_rows_in_order(in_order):
-    """Of a table that all of them hold; on GPUs alone the order differs."""
+    """The rows are those of a table that every rank holds; only on GPUs does their order change the bits."""
     table, ids = LayerContext().parameter((V, H)), torch.randint(0, V, (S, B))
     with mock.patch.object(plain, "add_rows_", wraps=plain.add_rows_) as added:
         lookup(ids, table, 0, plain, in_order).sum().backward()

@@ -695,7 +695,7 @@ def test_the_svg_of_a_long_step_has_its_warm_up_and_a_steady_window_with_numbers
 
 @pytest.mark.parametrize("layout, seconds", [((4, 1, 40), (1, 2)), ((3, 1, 5), (0.25, 0.75)), ((4, 1, 20), (1, 2))])
 def test_the_svg_has_a_time_axis_and_tooltips_with_seconds(layout, seconds):
-    """Of each window: a box is where the axis has its start, and as wide as its seconds in that window."""
+    """In each window a box begins where the axis has its start, and is as wide as its seconds there."""
     timeline = simulate(make(*layout), *seconds)
     root = ElementTree.fromstring(draw_svg(timeline))
     axes = {}  # height -> [(second, where)]

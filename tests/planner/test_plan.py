@@ -131,7 +131,7 @@ def test_a_layout_in_words(keys, text):
 
 
 def test_the_record_names_what_was_planned():
-    """Of a job whose fullest rank is an inner one, of another device and software."""
+    """The job's fullest rank is an inner one, and its device and software are not the usual ones."""
     layers = "parallel.layers_per_stage=[4,14,10,4]"
     argv = [*LLAMA, "train.global_batch_size=32", "parallel.pp=4", layers, "train.micro_batch_size=2"]
     command = [*argv, "--world", "8", "--device", "h200", "--software", "megatron"]
@@ -434,7 +434,7 @@ def test_keys_are_added_up_where_none_alone_is_enough(monkeypatch):
 
 
 def test_what_a_search_found_in_words_and_numbers():
-    """Of a job whose given layout broke a rule, so that another one was planned in its place."""
+    """The given layout breaks a rule, so another one is planned in its place."""
     given = cli.load([*KEYS, "parallel.tp=4", "train.micro_batch_size=4"])
     layouts = "tp=1", "sequence_parallel=false", "pp=2"
     job, best, less = (plan(cli.load([*KEYS, f"parallel.{key}"]), 8, machine_of(DP8)) for key in layouts)
@@ -722,7 +722,7 @@ def test_what_others_published_of_the_same_job_is_drawn_beside_it():
 
 
 def test_only_the_same_job_is_what_others_published():
-    """Of rows of one model: bf16 at 128 GPUs with another batch for each number, and in FP8."""
+    """The rows are of one model: bf16 with another batch for each number of GPUs, and FP8."""
     bf16, fp8 = (
         next(row for row in published_steps() if row.name == f"GPT-3 175B {kind}" and row.gpus == 256)
         for kind in ("bf16", "FP8")

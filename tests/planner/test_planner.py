@@ -416,7 +416,7 @@ def test_a_node_shares_memory():
 
 def test_a_recorded_step_needs_more_for_its_kernels_and_its_pool():
     """As measured on single ranks, within 0.2 GiB; with one stage three graphs do for all."""
-    measured, above = recorded_and_eager(), []
+    measured = recorded_and_eager()
     assert len(measured) >= 5
     for (name, keys, world, rank, fp8, microbatches), more_gib in measured.items():
         cfg = cli.load([str(ROOT / "configs" / f"{name}.yaml"), *keys, f"precision.fp8={fp8}", "train.eval_every=0"])
@@ -426,8 +426,9 @@ def test_a_recorded_step_needs_more_for_its_kernels_and_its_pool():
         layers = -(-cfg.model.num_layers // cfg.parallel.pp)  # none of these is a rank that has fewer
         assert memory.microbatches == microbatches
         assert graph == 8192 * 150 * layers * microbatches + (350 << 20)
-        above.append(graph / 2**30 - more_gib)
-    assert min(above) > -0.2 and sorted(above)[-2] < 0.2  # of one rank the eager step held fragments of memory
+        assert graph / 2**30 > more_gib - 0.2, name
+        fragments = name == "llama31_405b" and "parallel.pp=8" in keys  # its eager step held some
+        assert graph / 2**30 < more_gib + 0.2 or fragments, name
     keys = [*SMALL, "train.micro_batch_size=1"]
     one, many, evaluated, off, unwatched, counting, both = (
         Memory(cli.load([*keys, *more]), 1, gpus_per_node=8)
@@ -1100,7 +1101,7 @@ def test_layouts_left_out_as_alike_differ_in_nothing_that_is_planned():
 @pytest.mark.parametrize("num_layers, pp, found", [(8, 2, [1, 2, 3, 4]), (126, 8, [1, 2, 4, 8]), (7, 3, [1, 2]),
                                                    (80, 4, [1, 2, 3, 4, 5, 7, 10, 11, 20])])  # fmt: skip
 def test_the_chunks_that_are_tried(num_layers, pp, found):
-    """Those whose stages lack no more than two layers of each rank to be equal."""
+    """Numbers of layers are tried whose stages would be equal with at most two layers more on each rank."""
     assert search_module._interleaved(num_layers, pp) == found
 
 

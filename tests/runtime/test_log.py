@@ -243,7 +243,7 @@ def test_line_covers_the_iterations_since_the_last():
 
 
 def test_skipped_steps_and_those_without_a_loss_are_counted_apart(tmp_path):
-    """Of four steps two are skipped, then one has a loss of NaN."""
+    """Two of four steps are skipped, then one has a loss of NaN."""
     its = [replace(STEP, step=i, loss=float(i), skipped=float(i < 3)) for i in range(1, 5)]
     its[2] = replace(its[2], loss=math.nan, nan=1.0)
     (line,) = lines(["log.every=4", f"log.dir={tmp_path}"], its, 0, 1)

@@ -122,7 +122,7 @@ def test_the_store_of_a_start():
 
 
 def test_messages_of_another_start_with_the_same_number_are_not_valid():
-    """As of a run before, whose store was another one."""
+    """They are of an earlier run, which had another store."""
     messages = []
     for _ in range(2):
         served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

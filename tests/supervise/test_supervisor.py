@@ -574,7 +574,7 @@ def leader_causes(folder: Path) -> list[str]:
 
 @pytest.fixture
 def led(leader, monkeypatch):
-    """led(seconds, beats): the state, and nodes or status, for the heartbeats of two nodes and a spare, then."""
+    """led(seconds, *beats): let time pass, set heartbeats, lead once; return the state and the nodes or the status."""
     now = [1000.0]
     leader.args.spares, leader.args.gather_seconds = 1, 50.0
     monkeypatch.setattr(lead, "monotonic", lambda: now[0])

@@ -79,7 +79,7 @@ def test_the_shards_are_those_of_the_ranks(page):
 
 
 def test_what_all_ranks_report_is_what_one_of_each_stage_knows():
-    """Two data ranks, of which each reports its own slices, and one stage's first rank those of all by the rules."""
+    """The slices that every rank reports equal those computed on each stage's first rank."""
     cfg = config(CFG, dict(train=dict(micro_batch_size=1, global_batch_size=4)))
     traces = []
     for rank in range(8):
@@ -264,7 +264,7 @@ def test_beside_uneven_stages_the_other_schedules_have_even_ones():
 
 
 def test_the_page_has_the_sizes_of_the_job_and_who_has_which_tokens():
-    """Of traces without a run, whose ranks stand for all: two data ranks, each of two parts of a sequence."""
+    """Traces are read without a run: two data ranks, each with two parts of a sequence."""
     cfg = config(CFG, dict(parallel=dict(cp=2, pp=2), train=dict(micro_batch_size=2), precision=dict(dtype="bf16")))
     cfg = config(cfg, dict(parallel=dict(layers_per_stage=(1, 3)), train=dict(global_batch_size=16, seq_len=32)))
     few = pages.few_microbatches(cfg, 16)
@@ -286,7 +286,7 @@ def test_the_page_has_the_sizes_of_the_job_and_who_has_which_tokens():
 
 
 def test_the_rows_of_a_proof_make_its_verdict(tour):
-    """What has no limit, as a difference in FP8, does not fail it."""
+    """A difference in FP8 has no limit, so it does not fail."""
     for ok, whole in ((True, True), (None, True), (False, False)):
         found = pages.proof(replace(tour, proofs=[{"rows": [pages.judged("x", ok, "")]}]))
         assert found["ok"] is whole and found["rows"][0] == pages.judged("x", ok, "") | {"run": "4 trained ranks"}
