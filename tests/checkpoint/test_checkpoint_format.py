@@ -175,6 +175,7 @@ def test_files_are_plain_safetensors_and_json(tmp_path):
         begin = files.header([(name, torch.float32, (2, 3))])
         assert len(begin) % 8 == 0 and int.from_bytes(begin[:8], "little") == len(begin) - 8
         assert json.loads(begin[8:]) == {name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
+    assert json.loads(files.header([], format="pt")[8:]) == {"__metadata__": {"format": "pt"}}
 
 
 def test_a_hostile_checkpoint_runs_no_code(tmp_path):

@@ -349,6 +349,12 @@ def test_what_a_template_leaves_out_or_hides_is_named(bpe, what):
     assert "\n" not in str(error.value)
 
 
+def test_an_empty_thought_may_be_left_out(bpe):
+    ours = ours_of(of_transformers(bpe, CHATML.replace("m.content +", "m.content.split('</think>')[-1] +")))
+    ours.chat.template.__class__ = Here
+    assert encode(ours, said("a", "<think>\n\n</think>b")) == encode(ours, said("a", "b"))
+
+
 def test_a_template_in_capitals_without_special_tokens(bpe):
     """Texts may hold what the template writes around others."""
     template = "{% for m in messages %}{{ (m.role + ': ' + m.content) | upper }}\n{% endfor %}"

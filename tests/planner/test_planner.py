@@ -22,7 +22,7 @@ from minitron.pipeline.schedule import BackwardWeight, Exchange, Forward, make, 
 from minitron.planner import fit as fit_module
 from minitron.planner import search as search_module
 from minitron.planner.fit import changes, nearest_fit
-from minitron.planner.machine import SOFTWARE, Device, Fabric, Machine, read_machines
+from minitron.planner.machine import SOFTWARE, Device, Fabric, Machine, choose_machine, read_machines
 from minitron.planner.memory import Memory
 from minitron.planner.plan import Step, available_gib, plan
 from minitron.planner.search import RECOMPUTE, search
@@ -906,6 +906,16 @@ def test_devices_that_cannot():
             plan(cli.load([*SMALL, f"precision.{value}"]), 8, a100)
     unknown = replace(H100, device=replace(H100.device, gpu="RTX 9000"))
     assert plan(cli.load(SMALL), 8, unknown).mfu_percent is None
+
+
+def test_a_table_s_names_may_have_capitals(tmp_path):
+    path = tmp_path / "devices.json"
+    path.write_text(
+        json.dumps({"devices": {"My-H100": vars(DEVICES["h100"])}, "fabrics": {"Mine": vars(FABRICS["ndr400"])}})
+    )
+    for names in ("my-h100", "mine"), ("My-H100", "MINE"):
+        chosen = choose_machine(*names, path=path)
+        assert (chosen.device, chosen.fabric) == (DEVICES["h100"], FABRICS["ndr400"])
 
 
 def test_a_broken_table_of_devices_is_one_line(tmp_path):

@@ -101,6 +101,18 @@ def test_what_an_agent_has_sent_before_its_end_counts(wired):
     assert node.ended == {"0": 3, "1": 0}
 
 
+def test_an_agent_that_has_ended_is_opened_again(monkeypatch):
+    statuses: list[int | None] = []  # of each process that was started
+    started = lambda *_, **__: statuses.append(None) or SimpleNamespace(poll=lambda: statuses[-1])
+    monkeypatch.setattr(agent.subprocess, "Popen", started)
+    node = agent.Agent(["x"], "")
+    for status, processes in (1, 1), (None, 2), (0, 2), (None, 3):
+        node.open()
+        assert len(statuses) == processes
+        statuses[-1] = status
+    node.wire.close()
+
+
 def test_a_rank_runs_a_module_or_a_file_and_says_why_it_ends(tmp_path, monkeypatch):
     (tmp_path / "beside.py").write_text("")
     for name in "module", "file":

@@ -272,6 +272,8 @@ def test_the_page_has_the_sizes_of_the_job_and_who_has_which_tokens():
     tour = replace(tour, holds=list(tour.dry.values()))
     with mock.patch.object(pages, "proof", lambda tour: {}):
         found = content(tour)
+    assert tour.recordings[-1][2:] == (list(tour.dry.values()), tour.holds)
+    assert replace(tour, holds=[]).recordings[-1][3] == []
     s, h = cfg.train.seq_len, cfg.model.hidden_size
     assert found["sizes"] == {"pp": 2, "dp": 2, "cp": 2, "tp": 2, "vp": 1} and found["world"] == 16
     assert (found["microbatches"], found["source"], found["per_node"]) == (4, "dry", 8)
