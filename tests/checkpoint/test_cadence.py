@@ -158,7 +158,7 @@ def test_nothing_is_chosen_without_measurements():
 
 
 def saves_of(agreed, due, local_due, saved=0):
-    """Saves of a run that begins after step 4, with stand-ins for all that they call; and what has been saved."""
+    """Return the Saves of a run that begins after step 4, and the list of what they save. All they call is mocked."""
     checkpointer, stop, made = mock.Mock(), mock.Mock(agreed=agreed), []
     checkpointer.due.return_value, checkpointer.local_due.return_value = due, local_due
     checkpointer.save = lambda step, consumed, local: made.append((step, consumed, local))
@@ -179,7 +179,7 @@ def test_a_step_is_saved_once_and_in_the_shared_directory_if_either_asks_for_it(
 @pytest.mark.parametrize("step", [4, 5])
 @pytest.mark.parametrize("saved", [4, 5, 0])
 def test_a_run_ends_with_its_last_step_saved_or_an_error(agreed, due, step, saved):
-    """One without steps saves now. A signal's last line says whether there is a save."""
+    """A run without steps saves at its end. The last line after a signal says whether there is a save."""
     saves, made = saves_of(agreed, due, False, saved)
     saves.step, saves.consumed = step, 4 * step
     with pytest.raises(CheckpointError) if (agreed or due) and saved != step else nullcontext():

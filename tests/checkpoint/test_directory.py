@@ -328,7 +328,7 @@ def test_latest(tmp_path):
 @pytest.mark.parametrize("old, new", [("00000000", "ffffffff"), ("ffffffff", "00000000")])
 @pytest.mark.parametrize("backwards", [False, True])
 def test_of_two_hidden_folders_of_a_step_the_whole_save_gets_its_name(tmp_path, monkeypatch, old, new, backwards):
-    """As a kill between the two renames leaves them: the save that was to be replaced, and the one to replace it."""
+    """A kill between the two renames leaves them: the save that was to be replaced, and the one to replace it."""
     write(tmp_path, 2)
     (tmp_path / "step_00000002").rename(tmp_path / f"step_00000002.tmp-{old}")
     shutil.copytree(tmp_path / f"step_00000002.tmp-{old}", whole := tmp_path / f"step_00000002.tmp-{new}")

@@ -458,7 +458,7 @@ def test_each_third_save_and_the_last_are_exported(tmp_path, monkeypatch, every)
 
 @pytest.mark.parametrize("every, due", [("10", [30, 60, 70]), ("0", [70]), ("null", [70])])
 def test_saves_between_the_interval_s_are_not_exported(every, due):
-    """A save that a signal asks for, and saves in local_dir."""
+    """A signal asks for one of the saves, and others lie in local_dir."""
     keys = ["train.steps=70", "checkpoint.export=hf", "checkpoint.export_every=3", f"checkpoint.every={every}"]
     one = Exporter(cli.load([*TINY, *keys, "checkpoint.dir=a"]), None)
     assert [step for step in range(1, 71) if one.due(step)] == due

@@ -492,7 +492,7 @@ BLOCK = "{% for m in messages %}{{ m.role }}: {% generation %}\n{{ m.content }}\
     ],
 )
 def test_what_a_template_reads_and_what_it_writes(template, chat, text, spans):
-    """A space before a block and the newline after it are none of the text; a block's begin with its line."""
+    """A space before a block and the newline after it do not belong to the text."""
     chat = {"messages": [ASKED], "add_generation_prompt": False} | chat
     chat = {key: value for key, value in chat.items() if value is not ...}
     tokens = {"bos_token": "<b>", "eos_token": "</s>"}

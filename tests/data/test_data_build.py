@@ -176,7 +176,7 @@ def test_a_negative_id_is_found_before_training(tmp_path):
 
 
 def test_what_a_checkpoint_records_of_the_data(tmp_path):
-    """Whole, for each source but the corpus and sft, whose tests look at theirs."""
+    """The whole record is compared. Tests of the corpus and of sft look at their own."""
     path = write(tmp_path / "d")
     common = {"source": "indexed", "split": "8,2", "seq_len": 8, "seed": 3, "train_samples": 100, "valid_samples": 10}
     file, ids = IndexedDataset(path).fingerprint, ByteTokenizer.fingerprint

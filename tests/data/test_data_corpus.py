@@ -74,7 +74,7 @@ def test_documents_are_the_files_in_a_fixed_shuffled_order(small):
 
 
 def test_the_tokenizer_is_trained_on_every_character(tmp_path, monkeypatch):
-    """Sources have some 950, here in pieces of 300."""
+    """Each source has some 950 characters, and is cut into pieces of 300."""
     monkeypatch.setattr(corpus, "TRAINING_PIECE", 300)
     built, model = build_corpus(Cache(tmp_path / "cache"), VOCAB, make_library(tmp_path / "lib")), io.BytesIO()
     texts = [SOURCES[name] for name in sorted(SOURCES, key=lambda name: sha256(name.encode()).digest())]

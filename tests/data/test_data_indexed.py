@@ -131,7 +131,7 @@ def test_no_document_indices_at_all(tmp_path):
 
 
 def test_more_tokens_than_an_int32_can_count(tmp_path):
-    """A .bin of six gigabytes that takes no room on the disk."""
+    """The .bin has six gigabytes and takes no space on the disk."""
     with IndexedWriter(tmp_path / "d", np.uint16) as writer:
         for length in (1 << 30,) * 3:
             writer._lengths.append(length)

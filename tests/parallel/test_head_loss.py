@@ -114,7 +114,7 @@ def test_gradients_are_scaled_before_they_are_rounded():
 
 
 def in_fp8(tp: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss and dx of a piece whose second half, of the second rank, is eight times as large as the first."""
+    """Return loss and dx of a piece; the half of the second rank is eight times as large as that of the first."""
     mesh = Mesh.create(tp=tp) if tp > 1 else Mesh.offline()
     context = LayerContext(ProcessGroupComm(mesh.tp), dtype=torch.bfloat16)
     weight = context.parameter((32, H), Shard(0, mesh.tp, (32,)), std=1.0)

@@ -100,7 +100,7 @@ def test_xid_errors_in_the_kernel_log(tmp_path, fake, before, after, unfit):
 
 
 def test_errors_that_only_a_reset_a_reboot_or_a_repair_ends():
-    """By NVIDIA's catalog; 480 begins like one of them."""
+    """The numbers are those of NVIDIA's catalog; 480 begins like one of them."""
     ends = {number for number in [*range(200), 480] if health.XID.search(XID.format("0000:af:00", number))}
     assert ends == {48, 62, 64, 74, 79, 95, 119, 120, 140}
 

@@ -544,7 +544,7 @@ def test_enumerations_of_arguments_are_records_without_code(tmp_path):
 
 
 def test_values_of_arguments_that_are_no_numbers_are_read(tmp_path):
-    """Paths, signals, ordered mappings: as records, and the model is the same."""
+    """Paths, signals and ordered mappings become records, and the model is the same."""
     others = {"exit_signal": signal.SIGTERM, "save": Path("a/b"), "x": OrderedDict(b=1), "y": SimpleNamespace(c=2)}
     reader = torch_dist.Reader(llama(tmp_path, args=LLAMA | others))
     args = reader.common()
