@@ -510,7 +510,7 @@ def test_the_table(capsys):
 
 
 def test_the_table_and_the_json_have_the_figures_of_the_reports():
-    """Columns are bytes by part, graphs of the pipeline rank, and collectives of the step without those of the build."""
+    """Columns are bytes by part, graphs of the pipeline rank, and collectives of the step, not of the build."""
     cfg = settings(LLAMA, parallel=dict(tp=2, pp=2, layers_per_stage=(3, 1)), train=dict(global_batch_size=8))
     gib, places = 2**30, {0: "rank 0 (pp 0, dp 0, cp 0, tp 0)", 6: "rank 6 (pp 1, dp 1, cp 0, tp 0)"}
 
