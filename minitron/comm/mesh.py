@@ -17,6 +17,9 @@ two levels if gradients travel in bf16 between nodes (optim/slices.py). `in_node
 `across_nodes` has the ranks with the same position in every node. Without levels `in_node` is all of dp_cp, and
 `across_nodes` one rank. The two ranks of `tied_stages`, the first and the last of a pipeline, hold the two copies of a
 tied weight. Statistics of a step are summed over `world`.
+
+A process group costs a GPU up to half a GiB in NCCL, so axes with the same ranks have one group. pp and cp have their
+own: messages in a group wait for each other and for its sums.
 """
 
 from __future__ import annotations
@@ -27,12 +30,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from minitron.comm.activity import Activity, Stopwatch
 from minitron.comm.agree import Agreement
 
 AXES = ("pp", "dp", "cp", "tp")
+EXCHANGE = ("pp", "cp")  # axes whose ranks exchange messages beside other collectives
 UNWATCHED = Activity()  # of an axis that was made without a mesh: written, but never read
 
 
@@ -102,24 +105,20 @@ class Mesh:
         device = torch.device(device)
         rank, world = dist.get_rank(), dist.get_world_size()
         shape = _shape(world, tp, pp, cp)
-        device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
-        groups: dict[str, dist.ProcessGroup | None] = {name: device_mesh[name].get_group() for name in AXES}
-        groups["world"] = dist.group.WORLD
         agreement, local = Agreement.create(rank, world, timeout), None
         if node_ranks is not None:
             local = agreement.decide(lambda: node_ranks, lambda counts: _data_ranks_of_a_node(shape, counts))
         axes = offline_axes(rank, shape, tied, Activity(device, stopwatch), local)
-        data = device_mesh["dp", "cp"]._flatten("dp_cp")
-        groups["dp_cp"] = groups["in_node"] = groups["across_nodes"] = data.get_group()
-        if local and local > 1:
-            levels = data._unflatten(0, (axes["across_nodes"].size, local), ("across_nodes", "in_node"))
-            groups |= {name: levels[name].get_group() for name in ("across_nodes", "in_node")}
-        if tied and pp > 1 and dist.get_backend() == "nccl":  # one split of the world, in which all ranks take part
+        groups, made = {}, {(world, 1, ""): dist.group.WORLD}
+        for name, (size, stride) in _spans(shape, local).items():
+            key = size, stride, name if name in EXCHANGE else ""
+            if size > 1 and key not in made:
+                firsts = (first for first in range(world) if first // stride % size == 0)
+                made[key] = _make_groups([list(range(first, first + size * stride, stride)) for first in firsts])
+            groups[name] = made.get(key)
+        if tied and pp > 1:
             stage_size = world // pp  # pp is outermost: a stage is that many ranks in a row
-            pairs = [[first, first + world - stage_size] for first in range(stage_size)]
-            groups["tied_stages"] = dist.split_group(split_ranks=pairs)
-        elif axes["tied_stages"].size > 1:  # only the two members make it
-            groups["tied_stages"] = dist.new_group(list(axes["tied_stages"].ranks), use_local_synchronization=True)
+            groups["tied_stages"] = _make_groups([[i, i + world - stage_size] for i in range(stage_size)])
         if timeout is not None:  # new groups do not inherit the default group's
             for group in filter(None, groups.values()):
                 dist.distributed_c10d._set_pg_timeout(timeout, group)
@@ -143,6 +142,28 @@ def _shape(world: int, tp: int, pp: int, cp: int) -> tuple[int, int, int, int]:
     return pp, world // (tp * pp * cp), cp, tp
 
 
+def _make_groups(lines: list[list[int]]) -> dist.ProcessGroup | None:
+    """Make a process group of each list of ranks; return this rank's, if it is in one. Collective over the world."""
+    if dist.distributed_c10d._get_default_group().bound_device_id is not None:  # NCCL splits the world's communicator
+        return dist.split_group(split_ranks=lines)
+    return dist.new_subgroups_by_enumeration(lines)[0]
+
+
+def _spans(shape: tuple[int, int, int, int], local: int | None) -> dict[str, tuple[int, int]]:
+    """Return (size, stride) of the axes that all ranks have: `size` ranks, each `stride` after the one before."""
+    pp, dp, cp, tp = shape
+    return {
+        "pp": (pp, dp * cp * tp),
+        "dp": (dp, cp * tp),
+        "cp": (cp, tp),
+        "tp": (tp, 1),
+        "dp_cp": (dp * cp, tp),
+        "in_node": (local or dp * cp, tp),
+        "across_nodes": (dp * cp // local if local else 1, tp * (local or 1)),
+        "world": (math.prod(shape), 1),
+    }
+
+
 def _data_ranks_of_a_node(shape: tuple[int, int, int, int], node_ranks: list[int]) -> int | None:
     """Return how many dp_cp ranks a node has: 0 if nodes differ or are unknown, None if one node has all of dp_cp.
 
@@ -164,26 +185,11 @@ def offline_axes(
 
     tied: see `Mesh.create`. local: the ranks of dp_cp that a node has; None: dp_cp has one level.
     """
-    pp, dp, cp, tp = shape
-    world = math.prod(shape)
-
-    def line(size: int, stride: int) -> tuple[int, ...]:
-        """List `size` ranks, this one among them, each `stride` after the one before."""
+    lines = {}
+    for name, (size, stride) in _spans(shape, local).items():
         first = rank - rank // stride % size * stride
-        return tuple(range(first, first + size * stride, stride))
-
-    column = line(pp, world // pp)
-    ends = (column[0], column[-1]) if pp > 1 and tied else ()
-    lines = {
-        "pp": column,
-        "dp": line(dp, cp * tp),
-        "cp": line(cp, tp),
-        "tp": line(tp, 1),
-        "dp_cp": line(dp * cp, tp),
-        "in_node": line(local or dp * cp, tp),
-        "across_nodes": line(dp * cp // local, tp * local) if local else (rank,),
-        "tied_stages": ends if rank in ends else (rank,),
-        "world": line(world, 1),
-    }
+        lines[name] = tuple(range(first, first + size * stride, stride))
+    ends = (lines["pp"][0], lines["pp"][-1]) if shape[0] > 1 and tied else ()
+    lines["tied_stages"] = ends if rank in ends else (rank,)
     axes = {name: Axis(name, ranks.index(rank), len(ranks), ranks, activity=activity) for name, ranks in lines.items()}
     return axes if local else axes | {"in_node": axes["dp_cp"]}

@@ -187,16 +187,35 @@ def test_without_tied_embeddings_nobody_makes_their_group(ranks):
     assert ranks(4, untied) == [((rank,), None) for rank in range(4)]
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 2, "pp": 4}, {"pp": 2, "cp": 2}, {"pp": 8}], ids=str)
-def test_over_nccl_one_split_makes_the_pairs_of_tied_stages(sizes):
-    """All ranks name the same pairs, and each rank that ties its embeddings is in that of its axis."""
-    with fake_world(8, 0), mock.patch.object(dist, "split_group", return_value=(group := dist.group.WORLD)) as split:
-        nccl = mock.patch.object(dist, "get_backend", lambda *_: "nccl")
-        with nccl, mock.patch.object(Agreement, "create", lambda *_: Agreement()):
-            mesh = Mesh.create(**sizes, device="meta")
-    members = [Mesh.offline(8, rank, **sizes).tied_stages.ranks for rank in range(8)]
-    assert split.mock_calls == [mock.call(split_ranks=[list(pair) for pair in sorted(set(members)) if len(pair) > 1])]
-    assert mesh.tied_stages.group is group
+@pytest.mark.parametrize("sizes", [{"tp": 2, "pp": 4}, {"pp": 2, "cp": 2}, {"pp": 8}, {"cp": 8}, {}], ids=str)
+def test_over_nccl_each_group_is_one_split_of_the_world(sizes):
+    """All ranks name the same lists. An axis has the group of its lists, and only pp and cp have one of their own."""
+    made = {}  # the groups by their lists
+
+    def split(split_ranks):
+        lists = tuple(map(tuple, split_ranks))
+        made.setdefault(lists, []).append(group := object())
+        return group
+
+    alone = mock.patch.object(Agreement, "create", lambda *_: Agreement())
+    with fake_world(8, 0), mock.patch.object(dist, "split_group", split), alone:
+        world = dist.group.WORLD
+        world.bound_device_id = torch.device("cpu", 0)
+        mesh = Mesh.create(**sizes, device="meta", node_ranks=8)
+    shared = {(tuple(range(8)),): world}
+    for name in NAMES:
+        lines = [getattr(Mesh.offline(8, rank, **sizes), name).ranks for rank in range(8)]
+        lists = tuple(sorted({ranks for ranks in lines if len(ranks) > 1}))
+        group = getattr(mesh, name).group
+        if not lists:
+            assert group is None
+        elif name in ("pp", "cp"):
+            assert group in made[lists] and group is not shared.get(lists)
+        else:
+            assert group in (world, *made.get(lists, [])) and group not in (mesh.pp.group, mesh.cp.group)
+            assert group is shared.setdefault(lists, group)
+    used = {id(axis.group) for name in NAMES if (axis := getattr(mesh, name)).group not in (None, world)}
+    assert used == {id(group) for groups in made.values() for group in groups}
 
 
 def limits():
