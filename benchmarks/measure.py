@@ -114,7 +114,8 @@ def squared_lengths(cfg: Config, samples: Sequence[Sample]) -> float | None:
 
 
 def figures(cfg: Config, step_seconds: float, world: int, device: torch.device, squares: float | None = None) -> dict:
-    """Time, TFLOP/s (`full`), MFU in percent by all countings (None on a device of unknown peak) and memory.
+    """Time, TFLOP/s (`full`), MFU in percent by all countings (None on a device of unknown peak) and memory: the peak
+    of torch's allocator, and what is taken beside it.
 
     squares: of the documents in a sample. The counting `weights` leaves attention's scores out, as NVIDIA's recipe for
     fine-tuning Llama 3 8B does.
@@ -139,7 +140,17 @@ def figures(cfg: Config, step_seconds: float, world: int, device: torch.device, 
         "tokens_per_second_per_gpu": t.global_batch_size * t.seq_len / step_seconds / world,
         **{f"mfu_{k}": 100 * v / peak if peak else None for k, v in tflops.items()},
         "peak_gib": highest(memory, device) / 2**30,
+        "outside_gib": highest(outside(device), device) / 2**30,
     }
+
+
+def outside(device: torch.device) -> int:
+    """The bytes of this GPU that are taken, but not by torch's allocator: by CUDA, libraries and NCCL."""
+    synchronize(device)
+    if device.type == "cpu":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
 
 
 def report(result: dict) -> None:

@@ -56,15 +56,6 @@ def operations(group: dist.ProcessGroup, device: torch.device) -> dict[str, Call
     }
 
 
-def outside(device: torch.device) -> int:
-    """Return the bytes of this GPU that are taken, but not by torch's allocator."""
-    measure.synchronize(device)
-    if device.type == "cpu":
-        return 0
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free - torch.cuda.memory_reserved(device)
-
-
 def transports(log: Path) -> list[str]:
     """Return by which transports NCCL connected this rank, by its own log."""
     text = log.read_text(errors="replace") if log.exists() else ""
@@ -85,20 +76,20 @@ def main(argv: list[str] | None = None) -> dict:
 
         nodes.play(rank, world, args.nodes)
     torch.zeros(1, device=device)  # CUDA's own memory
-    before = outside(device)
+    before = measure.outside(device)
     dist.init_process_group("gloo") if device.type == "cpu" else dist.init_process_group("nccl", device_id=device)
-    grown = outside(device) - before  # before a collective, which `highest` is
+    grown = measure.outside(device) - before  # before a collective, which `highest` is
     rows, before = [("world", "made", measure.highest(grown, device) / MIB)], before + grown
-    rows.append(("world", "all-reduce", measure.highest(outside(device) - before, device) / MIB))
+    rows.append(("world", "all-reduce", measure.highest(measure.outside(device) - before, device) / MIB))
     for number in range(args.communicators):
-        before = outside(device)
+        before = measure.outside(device)
         group = dist.new_group(list(range(world)))  # split from the world's, as those of a mesh
-        grown = outside(device) - before
+        grown = measure.outside(device) - before
         rows.append((str(number), "made", measure.highest(grown, device) / MIB))
         for name, work in operations(group, device).items():
-            before = outside(device)
+            before = measure.outside(device)
             work()
-            rows.append((str(number), name, measure.highest(outside(device) - before, device) / MIB))
+            rows.append((str(number), name, measure.highest(measure.outside(device) - before, device) / MIB))
     result = {
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "world": world,

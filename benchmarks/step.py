@@ -81,7 +81,8 @@ def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, data: Datasets) -> tu
     seconds = measure.median_seconds(step, args.steps, mesh.device)
     result = measure.figures(cfg, seconds, mesh.world.size, mesh.device, measure.squared_lengths(cfg, data.train))
     if mesh.device.type == "cuda":  # memory that ranks share is none of the caching allocator's
-        result["peak_gib"] += measure.highest(trainer.shared_bytes / 2**30, mesh.device)
+        shared = measure.highest(trainer.shared_bytes / 2**30, mesh.device)
+        result |= {"peak_gib": result["peak_gib"] + shared, "outside_gib": result["outside_gib"] - shared}
     if isinstance(trainer.runner, Replay):
         recorded = trainer.runner.training
         result |= {"graph": recorded is not None, "nodes": recorded.nodes if recorded else 0}
@@ -123,7 +124,8 @@ def summary(result: dict) -> str:
     )
     return (
         f"step {result['step_seconds']:.4f} s   {result['tflops']:.1f} TFLOP/s per GPU   MFU {mfu or 'unknown'}   "
-        f"{result['tokens_per_second_per_gpu']:.0f} tokens/s per GPU   {result['peak_gib']:.1f} GiB" + floor_line
+        f"{result['tokens_per_second_per_gpu']:.0f} tokens/s per GPU   {result['peak_gib']:.1f} GiB, "
+        f"{result['outside_gib']:.1f} more outside of torch" + floor_line
     )
 
 

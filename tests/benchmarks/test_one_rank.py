@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks import nccl_memory, one_rank, partners, recipes, record, whole_job, workers
+from benchmarks import measure, nccl_memory, one_rank, partners, recipes, record, whole_job, workers
 from benchmarks.calibration import DEVICES
 from minitron import train
 from minitron.comm import collectives
@@ -598,6 +598,14 @@ def test_whole_jobs_run_once_and_have_a_table(tmp_path, monkeypatch, capsys):
     (line,) = [line for line in (tmp_path / "recipes.md").read_text().splitlines() if line.startswith("| quickstart")]
     assert f"| {row['step_seconds']:.3f} |" in line and line.endswith("| no |") and row["steps"] == 3
     assert abs(row["first_loss"] - math.log(200)) < 1 and str(tmp_path) not in row["command"]
+
+
+def test_memory_outside_of_torch_is_what_is_taken_and_not_its_own(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 60)
+    assert measure.outside(torch.device("cuda", 0)) == 10
+    assert measure.outside(torch.device("cpu")) == 0
 
 
 def test_transports_are_read_from_the_log_of_nccl(tmp_path):
