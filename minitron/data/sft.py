@@ -41,7 +41,7 @@ from minitron.data.cache import Cache, digest_of, fingerprint_of, load_arrays, r
 from minitron.data.gpt import Sample
 from minitron.data.indexed import IndexedDataset, IndexedWriter, best_dtype
 from minitron.data.packing import Packing
-from minitron.data.tokenizers import Readers, Tokenizer, UnusableTemplate
+from minitron.data.tokenizers import REASONING, Readers, Tokenizer, UnusableTemplate
 
 FORMAT = 1  # raise it if rows give other tokens than before, so that cached ones are not used
 HEADER = "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"
@@ -254,8 +254,6 @@ def _texts(value: Any) -> Iterator[str]:
 def _encode_messages(row: dict[str, Any], tokenizer: Tokenizer, special: bool, counts: Counter[str]) -> list[list[int]]:
     """Encode a chat by the tokenizer's template, or by Llama 3's."""
     _check_messages(row["messages"], tokenizer.chat is not None)
-    if tokenizer.chat is None:
-        return encode_chat(row["messages"], tokenizer, special)
     chat = {key: row[key] for key in ("messages", "tools", "chat_template_kwargs") if row.get(key)}
     if isinstance(tools := chat.pop("tools", None), str):  # tables store it as text
         with errors_as(ValueError, lambda error: f"has tools that are not JSON ({error}); correct them", ValueError):
@@ -264,6 +262,13 @@ def _encode_messages(row: dict[str, Any], tokenizer: Tokenizer, special: bool, c
         raise ValueError("has tools that are not a list; write the list of their JSON schemas")
     if tools:
         chat["tools"] = tools
+    if tokenizer.chat is None:
+        parts = ["tools"] * bool(tools)
+        parts += [key for key in ("tool_calls", *REASONING) if any(message.get(key) for message in row["messages"])]
+        if parts:
+            fix = "set data.tokenizer=hf:DIR, with a chat_template.jinja in it, or drop the row"
+            raise ValueError(f"has {' and '.join(parts)}, which only a chat template writes; {fix}")
+        return encode_chat(row["messages"], tokenizer, special)
     counts["templated"] += 1
     return tokenizer.chat.encode(chat, special)
 

@@ -16,6 +16,8 @@ import sentencepiece
 
 from minitron.data.cache import fingerprint_of
 
+REASONING = "reasoning_content", "thinking", "reasoning"  # three names of a thought; templates read the first two
+
 
 class UnusableTemplate(ValueError):
     """A chat template that no chat can be written with."""

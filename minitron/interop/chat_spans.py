@@ -19,9 +19,10 @@ from collections.abc import Callable
 from functools import cached_property
 from itertools import accumulate
 
+from minitron.data.tokenizers import REASONING
+
 PIN = "\ufdd3"
 PINS = re.compile(f"{PIN}(\\d+) (.*?){PIN}")  # the number of the message, and its part
-REASONING = "reasoning_content", "thinking", "reasoning"  # three names of a thought; templates read the first two
 BLOCKS = "put {% generation %} and {% endgeneration %} around the assistant's text in chat_template.jinja"
 
 Pin = tuple[int, str]

@@ -28,8 +28,8 @@ from pathlib import Path
 
 from minitron.config.files import errors_as, read_bytes
 from minitron.config.installed import pip_install
-from minitron.data.tokenizers import UnusableTemplate
-from minitron.interop.chat_spans import REASONING, Pins
+from minitron.data.tokenizers import REASONING, UnusableTemplate
+from minitron.interop.chat_spans import Pins
 from minitron.interop.limits import limit_memory
 
 SECONDS, MEMORY_BYTES, CHARACTERS = 10.0, 1 << 30, 32 << 20

@@ -21,6 +21,7 @@ from minitron.config import cli, rules
 from minitron.data import build, sft
 from minitron.data.cache import Cache
 from minitron.data.sft import SHOWN, TokenizedFiles, encode_row
+from minitron.data.tokenizers import REASONING
 from minitron.interop.rows import READERS, read_rows, to_messages
 from minitron.interop.tokenizers import ByteTokenizer, load_tokenizer
 from test_pretrain import records
@@ -210,6 +211,23 @@ def test_messages_with_and_without_a_template(messages, plain, by_template):
     for template, accepted in (False, plain), (True, by_template):
         with nullcontext() if accepted else pytest.raises(ValueError, match="has "):
             sft._check_messages(messages, template)
+
+
+@pytest.mark.parametrize(
+    "more, last, part",
+    [
+        ({"tools": [{"name": "f"}]}, {}, "tools"),
+        ({"tools": '[{"name": "f"}]'}, {"tool_calls": [{"name": "f"}]}, "tools and tool_calls"),
+        *(({}, {key: "so it is"}, key) for key in REASONING),
+    ],
+)
+def test_without_a_template_no_part_of_a_chat_is_left_out(more, last, part):
+    tokenizer, counts = noted(None, *sft.HEADER), Counter()
+    row = {"messages": [*ASKED[2][:-1], ASKED[2][-1] | last]} | more
+    with pytest.raises(ValueError, match=f"^has {part}, which only a chat template writes; set data.tokenizer=hf:DIR"):
+        encode_row(row, tokenizer, False, counts)
+    emptied = {"messages": [*ASKED[2][:-1], ASKED[2][-1] | dict.fromkeys(last)], "tools": "[]"}
+    assert encode_row(emptied, tokenizer, False, counts) == encode_row({"messages": ASKED[2]}, tokenizer, False, counts)
 
 
 @pytest.mark.parametrize(
