@@ -397,7 +397,7 @@ def compared_in_modes(case, seconds, monkeypatch, tmp_path):
 
 
 def test_a_peer_runs_in_the_fastest_of_its_modes(monkeypatch, tmp_path):
-    """Each mode of the layout once, errors on record; a graph is replayed 50 times, and so is our step."""
+    """Each mode of the layout once, errors on record; two runs replay a graph 50 times, and so our step."""
     seconds = {
         "eager": 1.5,
         "graph": 1.25,
