@@ -116,7 +116,7 @@ def compare(case: Case, fp8: str, args: argparse.Namespace, workers: Workers) ->
     tried = try_modes(peers_case, run, args.steps) if args.peer == "megatron" else {}
     seconds = {mode: found for mode, found in tried.items() if isinstance(found, float)}
     mode = min(seconds, key=lambda name: seconds[name], default=None)
-    steps = max(args.steps, WARMUP + REPLAYS // 2) if mode and "graph" in mode else args.steps
+    steps = max(args.steps, WARMUP + REPLAYS // TURNS.count("peer")) if mode and "graph" in mode else args.steps
     result: dict = {"fp8": fp8, "mode": mode, "modes": tried, "ratio": None}
     for side in TURNS:
         try:
@@ -172,7 +172,7 @@ def mean_of(runs: list[dict]) -> dict:
     """Average the numbers of a side's runs; memory is that of the run that took most."""
     floats = [key for key, value in runs[0].items() if isinstance(value, float)]
     numbers = {key: [run[key] for run in runs if key in run] for key in floats}
-    peaks = {key: max(values) for key, values in numbers.items() if key == "peak_gib"}
+    peaks = {key: max(values) for key, values in numbers.items() if key in ("peak_gib", "outside_gib")}
     return runs[0] | {key: mean(values) for key, values in numbers.items()} | peaks
 
 

@@ -113,9 +113,13 @@ def squared_lengths(cfg: Config, samples: Sequence[Sample]) -> float | None:
     ) / len(some)
 
 
-def figures(cfg: Config, step_seconds: float, world: int, device: torch.device, squares: float | None = None) -> dict:
-    """Time, TFLOP/s (`full`), MFU in percent by all countings (None on a device of unknown peak) and memory: the peak
-    of torch's allocator, and what is taken beside it.
+def figures(
+    cfg: Config, step_seconds: float, world: int, device: torch.device, squares: float | None = None, shared: int = 0
+) -> dict:
+    """Return time, TFLOP/s (`full`), MFU in percent by all countings (None on a device of unknown peak) and memory.
+
+    Memory is the peak of torch's allocator, and what is taken beside it. shared: the bytes that this rank shares with
+    others; torch's allocator has none of them, and they count in the peak.
 
     squares: of the documents in a sample. The counting `weights` leaves attention's scores out, as NVIDIA's recipe for
     fine-tuning Llama 3 8B does.
@@ -130,7 +134,7 @@ def figures(cfg: Config, step_seconds: float, world: int, device: torch.device, 
     }
     tflops = {k: flops.tflops_per_gpu(v * t.global_batch_size, step_seconds, world) for k, v in per_sample.items()}
     peak = flops.peak_tflops(name, fp8=cfg.precision.fp8 != "none")
-    memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    memory = shared + (torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0)
     return {
         "gpu": name,
         "world": world,
@@ -140,12 +144,12 @@ def figures(cfg: Config, step_seconds: float, world: int, device: torch.device, 
         "tokens_per_second_per_gpu": t.global_batch_size * t.seq_len / step_seconds / world,
         **{f"mfu_{k}": 100 * v / peak if peak else None for k, v in tflops.items()},
         "peak_gib": highest(memory, device) / 2**30,
-        "outside_gib": highest(outside(device), device) / 2**30,
+        "outside_gib": highest(outside(device) - shared, device) / 2**30,
     }
 
 
 def outside(device: torch.device) -> int:
-    """The bytes of this GPU that are taken, but not by torch's allocator: by CUDA, libraries and NCCL."""
+    """Return the bytes of this GPU that are taken, but not by torch's allocator: by CUDA, libraries and NCCL."""
     synchronize(device)
     if device.type == "cpu":
         return 0

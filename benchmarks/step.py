@@ -79,10 +79,8 @@ def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, data: Datasets) -> tu
     for i in range(WARM_UP + 1 if isinstance(trainer.runner, Replay) else 0):  # the last of these is recorded
         step(i)
     seconds = measure.median_seconds(step, args.steps, mesh.device)
-    result = measure.figures(cfg, seconds, mesh.world.size, mesh.device, measure.squared_lengths(cfg, data.train))
-    if mesh.device.type == "cuda":  # memory that ranks share is none of the caching allocator's
-        shared = measure.highest(trainer.shared_bytes / 2**30, mesh.device)
-        result |= {"peak_gib": result["peak_gib"] + shared, "outside_gib": result["outside_gib"] - shared}
+    squares = measure.squared_lengths(cfg, data.train)
+    result = measure.figures(cfg, seconds, mesh.world.size, mesh.device, squares, trainer.shared_bytes)
     if isinstance(trainer.runner, Replay):
         recorded = trainer.runner.training
         result |= {"graph": recorded is not None, "nodes": recorded.nodes if recorded else 0}

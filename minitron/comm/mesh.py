@@ -18,8 +18,8 @@ two levels if gradients travel in bf16 between nodes (optim/slices.py). `in_node
 `across_nodes` one rank. The two ranks of `tied_stages`, the first and the last of a pipeline, hold the two copies of a
 tied weight. Statistics of a step are summed over `world`.
 
-A process group costs a GPU up to half a GiB in NCCL, so axes with the same ranks have one group. pp and cp have their
-own: messages in a group wait for each other and for its sums.
+NCCL's buffers for a process group are large, so axes with the same ranks have one group. Operations of a group run in
+order. So cp has its own: messages of a ring must not wait for sums of gradients.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from minitron.comm.activity import Activity, Stopwatch
 from minitron.comm.agree import Agreement
 
 AXES = ("pp", "dp", "cp", "tp")
-EXCHANGE = ("pp", "cp")  # axes whose ranks exchange messages beside other collectives
 UNWATCHED = Activity()  # of an axis that was made without a mesh: written, but never read
 
 
@@ -109,16 +108,23 @@ class Mesh:
         if node_ranks is not None:
             local = agreement.decide(lambda: node_ranks, lambda counts: _data_ranks_of_a_node(shape, counts))
         axes = offline_axes(rank, shape, tied, Activity(device, stopwatch), local)
-        groups, made = {}, {(world, 1, ""): dist.group.WORLD}
+        groups: dict[str, dist.ProcessGroup | None] = dict.fromkeys(axes)
+        sharing: dict[tuple[int, int, bool], list[str]] = {}
         for name, (size, stride) in _spans(shape, local).items():
-            key = size, stride, name if name in EXCHANGE else ""
-            if size > 1 and key not in made:
+            if size > 1:
+                sharing.setdefault((size, stride, name == "cp"), []).append(name)
+        for (size, stride, own), names in sharing.items():
+            group = dist.group.WORLD
+            if size < world or own:
                 firsts = (first for first in range(world) if first // stride % size == 0)
-                made[key] = _make_groups([list(range(first, first + size * stride, stride)) for first in firsts])
-            groups[name] = made.get(key)
-        if tied and pp > 1:
+                lines = [list(range(first, first + size * stride, stride)) for first in firsts]
+                group = _make_groups(" ".join(names), lines)
+            groups |= dict.fromkeys(names, group)
+        groups["tied_stages"] = groups["pp"]
+        if tied and pp > 2:
             stage_size = world // pp  # pp is outermost: a stage is that many ranks in a row
-            groups["tied_stages"] = _make_groups([[i, i + world - stage_size] for i in range(stage_size)])
+            pairs = [[i, i + world - stage_size] for i in range(stage_size)]
+            groups["tied_stages"] = _make_groups("tied_stages", pairs)
         if timeout is not None:  # new groups do not inherit the default group's
             for group in filter(None, groups.values()):
                 dist.distributed_c10d._set_pg_timeout(timeout, group)
@@ -142,11 +148,12 @@ def _shape(world: int, tp: int, pp: int, cp: int) -> tuple[int, int, int, int]:
     return pp, world // (tp * pp * cp), cp, tp
 
 
-def _make_groups(lines: list[list[int]]) -> dist.ProcessGroup | None:
+def _make_groups(name: str, lines: list[list[int]]) -> dist.ProcessGroup | None:
     """Make a process group of each list of ranks; return this rank's, if it is in one. Collective over the world."""
-    if dist.distributed_c10d._get_default_group().bound_device_id is not None:  # NCCL splits the world's communicator
-        return dist.split_group(split_ranks=lines)
-    return dist.new_subgroups_by_enumeration(lines)[0]
+    world = dist.group.WORLD
+    if world is not None and world.bound_device_id is not None:  # NCCL splits the world's communicator
+        return dist.split_group(split_ranks=lines, group_desc=name)
+    return dist.new_subgroups_by_enumeration(lines, group_desc=name)[0]
 
 
 def _spans(shape: tuple[int, int, int, int], local: int | None) -> dict[str, tuple[int, int]]:

@@ -86,7 +86,7 @@ class TokenizedFiles:
         template = None if tokenizer.chat is None else tokenizer.chat.fingerprint
         key = fingerprint_of(*hashed, f"chats by {template}, {special=}".encode())
         build = lambda partial: _tokenize(partial, self.paths, tokenizer, readers, special)
-        folder = cache.build_once(f"sft-rows-{key}", build)  # another name once other rows are bad
+        folder = cache.build_once(f"sft-rows-2-{key}", build)  # another number once other rows are bad
         with reading(folder):
             self._file = IndexedDataset(folder / "documents")
             bad, first = read_json(folder / BAD)
@@ -253,7 +253,6 @@ def _texts(value: Any) -> Iterator[str]:
 
 def _encode_messages(row: dict[str, Any], tokenizer: Tokenizer, special: bool, counts: Counter[str]) -> list[list[int]]:
     """Encode a chat by the tokenizer's template, or by Llama 3's."""
-    _check_messages(row["messages"], tokenizer.chat is not None)
     chat = {key: row[key] for key in ("messages", "tools", "chat_template_kwargs") if row.get(key)}
     if isinstance(tools := chat.pop("tools", None), str):  # tables store it as text
         with errors_as(ValueError, lambda error: f"has tools that are not JSON ({error}); correct them", ValueError):
@@ -263,11 +262,13 @@ def _encode_messages(row: dict[str, Any], tokenizer: Tokenizer, special: bool, c
     if tools:
         chat["tools"] = tools
     if tokenizer.chat is None:
-        parts = ["tools"] * bool(tools)
-        parts += [key for key in ("tool_calls", *REASONING) if any(message.get(key) for message in row["messages"])]
-        if parts:
-            fix = "set data.tokenizer=hf:DIR, with a chat_template.jinja in it, or drop the row"
+        messages = [m for m in row["messages"] if isinstance(m, dict)] if isinstance(row["messages"], list) else []
+        parts = [key for key in ("tool_calls", *REASONING) if any(m.get(key) for m in messages)]
+        if parts := ["tools"] * bool(tools) + parts:
+            fix = "set data.tokenizer=hf:DIR with one, or drop the row"
             raise ValueError(f"has {' and '.join(parts)}, which only a chat template writes; {fix}")
+    _check_messages(row["messages"], tokenizer.chat is not None)
+    if tokenizer.chat is None:
         return encode_chat(row["messages"], tokenizer, special)
     counts["templated"] += 1
     return tokenizer.chat.encode(chat, special)

@@ -22,7 +22,7 @@ from minitron.runtime.observer import Observer, StepDone
 
 GIB = 2**30
 STEP_FIGURES = "loss", "grad_norm", "skipped", "nan", "loss_scale"
-# The first two are summed over data ranks, the last two are maxima over the world.
+# Over the world, the first two are sums of each data rank's first rank, the last two are maxima.
 RANK_FIGURES = "squared_lengths", "padding", "memory_gib", "allocated_gib"
 
 
@@ -60,9 +60,10 @@ class Meter(Observer):
         if done.batches[0].documents is None:
             known["squared_lengths"] = None
         else:
-            squared_lengths.fill_(sum(batch.squared_lengths for batch in done.batches))
-            padding.fill_(sum(batch.padding for batch in done.batches))
-            all_reduce_(extra[:2], self.mesh.dp)
+            if self.mesh.pp.rank == self.mesh.cp.rank == self.mesh.tp.rank == 0:
+                squared_lengths.fill_(sum(batch.squared_lengths for batch in done.batches))
+                padding.fill_(sum(batch.padding for batch in done.batches))
+            all_reduce_(extra[:2], self.mesh.world)
         if values.is_cuda:
             for figure, num_bytes in zip(memory, self.memory()):
                 figure.fill_(num_bytes / GIB)

@@ -187,35 +187,53 @@ def test_without_tied_embeddings_nobody_makes_their_group(ranks):
     assert ranks(4, untied) == [((rank,), None) for rank in range(4)]
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 2, "pp": 4}, {"pp": 2, "cp": 2}, {"pp": 8}, {"cp": 8}, {}], ids=str)
-def test_over_nccl_each_group_is_one_split_of_the_world(sizes):
-    """All ranks name the same lists. An axis has the group of its lists, and only pp and cp have one of their own."""
-    made = {}  # the groups by their lists
+@pytest.mark.parametrize(
+    "rank, sizes, node_ranks",
+    [
+        (0, {"tp": 2, "pp": 4}, 8),
+        (3, {"tp": 2, "pp": 4}, 2),  # in the middle of a pipeline: in no pair of tied stages
+        (0, {"pp": 2, "cp": 2}, 8),
+        (7, {"pp": 8}, 8),
+        (0, {"cp": 8}, 8),
+        (0, {"cp": 4}, 2),
+        (5, {"cp": 2}, 2),
+        (0, {}, 8),
+        (6, {}, 2),
+        (1, {"tp": 2}, 2),
+    ],
+    ids=str,
+)
+def test_over_nccl_each_group_is_one_split_of_the_world(rank, sizes, node_ranks):
+    """All ranks name the same lists. Axes of the same lists have one group, named by them; only cp has its own."""
+    made = {}  # the name and the lists of each group
 
-    def split(split_ranks):
-        lists = tuple(map(tuple, split_ranks))
-        made.setdefault(lists, []).append(group := object())
-        return group
+    def split(split_ranks, group_desc):
+        made[group := object()] = group_desc, tuple(map(tuple, split_ranks))
+        return group if any(rank in ranks for ranks in split_ranks) else None
 
     alone = mock.patch.object(Agreement, "create", lambda *_: Agreement())
-    with fake_world(8, 0), mock.patch.object(dist, "split_group", split), alone:
+    with fake_world(8, rank), mock.patch.object(dist, "split_group", split), alone:
         world = dist.group.WORLD
         world.bound_device_id = torch.device("cpu", 0)
-        mesh = Mesh.create(**sizes, device="meta", node_ranks=8)
-    shared = {(tuple(range(8)),): world}
-    for name in NAMES:
-        lines = [getattr(Mesh.offline(8, rank, **sizes), name).ranks for rank in range(8)]
-        lists = tuple(sorted({ranks for ranks in lines if len(ranks) > 1}))
-        group = getattr(mesh, name).group
-        if not lists:
-            assert group is None
-        elif name in ("pp", "cp"):
-            assert group in made[lists] and group is not shared.get(lists)
+        mesh = Mesh.create(**sizes, device="meta", node_ranks=node_ranks)
+    shape = (mesh.pp.size, mesh.dp.size, mesh.cp.size, mesh.tp.size)
+    local = _data_ranks_of_a_node(shape, [node_ranks])
+    axes = [offline_axes(other, shape, True, Activity(), local) for other in range(8)]
+    sharing = {(((*range(8),),), False): ["world"]}
+    for name in axes[0]:
+        if lists := tuple(sorted({each[name].ranks for each in axes if each[name].size > 1})):
+            sharing.setdefault((lists, name == "cp"), []).append(name)
+    for (lists, _), names in sharing.items():
+        (group,) = {getattr(mesh, name).group for name in names}
+        if "world" in names:
+            assert group is world
         else:
-            assert group in (world, *made.get(lists, [])) and group not in (mesh.pp.group, mesh.cp.group)
-            assert group is shared.setdefault(lists, group)
-    used = {id(axis.group) for name in NAMES if (axis := getattr(mesh, name)).group not in (None, world)}
-    assert used == {id(group) for groups in made.values() for group in groups}
+            name = " ".join(sorted({*names} - ({"tied_stages"} if len(names) > 1 else set())))
+            (found,) = [
+                one for one, (desc, of) in made.items() if (" ".join(sorted(desc.split())), of) == (name, lists)
+            ]
+            assert group is (found if any(rank in ranks for ranks in lists) else None)
+    assert len(made) == len(sharing) - 1
 
 
 def limits():

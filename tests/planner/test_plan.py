@@ -886,7 +886,7 @@ def test_a_single_rank_is_planned_on_its_own_gpu():
         calibration.rank_seconds(one | {"gpu": "NVIDIA B200"}, MACHINES)
 
 
-def test_all_other_runs_are_met_within_15_percent_and_their_memory_within_7_or_a_peers_within_12():
+def test_all_other_runs_are_met_within_15_percent_and_their_memory_within_7():
     rows = calibration.own_rows(calibration.RESULTS)
     assert rows
     for row in rows:
@@ -895,8 +895,9 @@ def test_all_other_runs_are_met_within_15_percent_and_their_memory_within_7_or_a
             assert row.floor_share * row.seconds < job.step_seconds < row.seconds, row.name
         else:
             assert job.step_seconds == pytest.approx(row.seconds, rel=0.2 if row.short_kernels else 0.15), row.name
-        # Workspaces of libraries, which are not planned, count in a small model; peers are taken to keep what we keep.
-        within = 0.07 if row.software == "minitron" else 0.12
+        # Workspaces of libraries, which are not planned, count in a small model. Peers are taken to keep what we keep;
+        # this one took as much with gradients in bf16 as with float32.
+        within = 0.12 if row.name == "Megatron-core, 2gpu-70b-4layers-tp2-fp8" else 0.07
         assert job.memory_gib == pytest.approx(row.gib, rel=within, abs=0.25), row.name
         held_out = row.host_bound or row.short_kernels
         assert bool(row.fitted) == (row.software == "minitron" and row.device == "h200" and not held_out)

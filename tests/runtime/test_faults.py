@@ -133,7 +133,7 @@ def test_the_device_s_place_is_the_first_action_it_has_not_finished():
 def test_nccl_operations_that_did_not_end_are_named(monkeypatch):
     entry = {
         "profiling_name": "nccl:all_reduce",
-        "process_group": ["2", "mesh_tp"],
+        "process_group": ["2", "tp"],
         "input_sizes": [[8, 4]],
         "state": "scheduled",
         "retired": False,
@@ -145,7 +145,7 @@ def test_nccl_operations_that_did_not_end_are_named(monkeypatch):
         lambda: json.dumps({"entries": entries}).encode(),
         raising=False,
     )
-    assert watch.unfinished_nccl(at_most=2) == ["  not finished: nccl:all_reduce of group mesh_tp, sizes [[8, 4]]"] * 2
+    assert watch.unfinished_nccl(at_most=2) == ["  not finished: nccl:all_reduce of group tp, sizes [[8, 4]]"] * 2
 
 
 def test_many_ranks_are_cut_short():
