@@ -19,7 +19,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS
 
 import torch
 import torch.distributed as dist
-from run_layouts import FAMILIES, FORMATS, LAYOUTS, begin, chosen, make, parser
+from run_layouts import BIG, FAMILIES, FORMATS, LAYOUTS, begin, chosen, make, parser
 
 from layouts import adapters_that_do_something
 from minitron.config.batch import batch_stages, final, trained_after
@@ -29,6 +29,7 @@ from minitron.pipeline import replay as graph
 from minitron.train import build
 
 STEPS = graph.WARM_UP + 2  # of a batch size that another one follows: the last two are replayed
+LAYERS = 3  # without a pipeline: the first, one in between and the last
 BATCHES = {
     "ramp": dict(batch_ramp=(4, 4, 4 * STEPS)),  # 4 samples a step, then 8
     "schedule": dict(batch_schedule=((0, 8), (8 * STEPS, 2), (10 * STEPS, 8))),
@@ -51,9 +52,9 @@ def train(base: dict, name: str, layout: dict, device: torch.device, world: int,
     """
     layout = dict(layout)
     batches = BATCHES.get(layout.pop("batches", None), {})
-    cfg, mesh = make(
-        base, name, layout, device, world, cuda_graph=cuda_graph, eval_every=1, deterministic=True, **batches
-    )
+    layers = BIG["num_layers"] if "pp" in layout else LAYERS
+    keys = dict(cuda_graph=cuda_graph, eval_every=1, deterministic=True) | batches
+    cfg, mesh = make(base, name, layout, device, world, layers, **keys)
     sizes = len(batch_stages(cfg.train))
     steps = STEPS * (sizes - 1) + graph.WARM_UP + replays
     with adapters_that_do_something():

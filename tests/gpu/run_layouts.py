@@ -135,7 +135,7 @@ def mesh_of(tp: int, pp: int, cp: int, device: torch.device, node_ranks: int | N
     return Mesh.create(tp=tp, pp=pp, cp=cp, device=device, node_ranks=node_ranks)
 
 
-def make(base: dict, name: str, layout: dict, device: torch.device, world: int, **train_keys):
+def make(base: dict, name: str, layout: dict, device: torch.device, world: int, layers=BIG["num_layers"], **train_keys):
     """A configuration in this layout and format, and its mesh."""
     layout = {key: value for key, value in layout.items() if key != "split"}
     node_ranks = layout.pop("node_ranks", None)
@@ -145,7 +145,7 @@ def make(base: dict, name: str, layout: dict, device: torch.device, world: int, 
     attention = {key: layout.pop(key) for key in ("attention", "attention_dropout") if key in layout}
     if attention:
         attention = {"attention": "fused"} | attention
-    model, lora = BIG | dict(hidden_dropout=dropout) | attention, {}
+    model, lora = BIG | dict(num_layers=layers, hidden_dropout=dropout) | attention, {}
     if targets is not None:
         lora = dict(finetune=dict(kind="lora"), lora=dict(targets=targets, dropout=dropout, alpha=8.0))
     cfg = config(base, lora, FORMATS[name], dict(model=model, parallel=layout, train=train_keys, data=data))
