@@ -456,7 +456,7 @@ def test_all_graphs_share_memory_and_one_that_fails_leaves_the_stream_as_it_was(
     (gc.enable if collects else gc.disable)()
     try:
         assert recorder.used() == 70
-        assert recorder.record(lambda: None).replay == "replay"
+        assert recorder.record(lambda: None).replay == "replay" and gc.isenabled() == collects
         with pytest.raises(RuntimeError, match="not permitted"):
             recorder.record(mock.Mock(side_effect=RuntimeError("not permitted")))
         assert cuda.stream == "main" and cuda.pools == [recorder.pool] * 2 and gc.isenabled() == collects
