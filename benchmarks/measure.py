@@ -119,8 +119,7 @@ def figures(
     """Return time, TFLOP/s (`full`), MFU in percent by all countings (None on a device of unknown peak) and memory.
 
     Memory is the peak of torch's allocator, and what is taken beside it. shared: the bytes that this rank shares with
-    others; torch's allocator has none of them, and they count in the peak.
-
+    others, which count in the peak, although torch's allocator has none of them.
     squares: of the documents in a sample. The counting `weights` leaves attention's scores out, as NVIDIA's recipe for
     fine-tuning Llama 3 8B does.
     """

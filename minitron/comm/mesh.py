@@ -109,7 +109,7 @@ class Mesh:
             local = agreement.decide(lambda: node_ranks, lambda counts: _data_ranks_of_a_node(shape, counts))
         axes = offline_axes(rank, shape, tied, Activity(device, stopwatch), local)
         groups: dict[str, dist.ProcessGroup | None] = dict.fromkeys(axes)
-        sharing: dict[tuple[int, int, bool], list[str]] = {}
+        sharing: dict[tuple[int, int, bool], list[str]] = {}  # the axes of each group
         for name, (size, stride) in _spans(shape, local).items():
             if size > 1:
                 sharing.setdefault((size, stride, name == "cp"), []).append(name)

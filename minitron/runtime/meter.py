@@ -22,7 +22,7 @@ from minitron.runtime.observer import Observer, StepDone
 
 GIB = 2**30
 STEP_FIGURES = "loss", "grad_norm", "skipped", "nan", "loss_scale"
-# Over the world, the first two are sums of each data rank's first rank, the last two are maxima.
+# The first two are sums over data ranks, the last two are maxima over all ranks.
 RANK_FIGURES = "squared_lengths", "padding", "memory_gib", "allocated_gib"
 
 
@@ -60,6 +60,7 @@ class Meter(Observer):
         if done.batches[0].documents is None:
             known["squared_lengths"] = None
         else:
+            # Each data rank counts once. Not over dp: its group may still gather parameters, and the sum would wait.
             if self.mesh.pp.rank == self.mesh.cp.rank == self.mesh.tp.rank == 0:
                 squared_lengths.fill_(sum(batch.squared_lengths for batch in done.batches))
                 padding.fill_(sum(batch.padding for batch in done.batches))
