@@ -401,7 +401,7 @@ def sensitivity(rows: list[Row], machines: Machines) -> list[str]:
     before = {row: predict(row, machines).step_seconds for row in smallest.values()}
     for section, of in ((0, Device), (1, Fabric)):
         for field in fields(of):
-            if field.type == "str" or field.name in ("memory_gib", "reserved_gib", "gpus_per_node", "cards_per_node"):
+            if field.type == "str" or field.name in ("memory_gib", "context_gib", "gpus_per_node", "cards_per_node"):
                 continue
             changed = tuple(
                 {name: _larger(one, field.name) for name, one in table.items()} if i == section else table

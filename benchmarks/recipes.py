@@ -44,7 +44,7 @@ from benchmarks.workers import Workers
 from minitron.config import cli
 from minitron.config.schema import Config
 from minitron.planner.dryrun.dryrun import choose_ranks
-from minitron.planner.plan import Plan, Step, available_gib, plan
+from minitron.planner.plan import Plan, Step, plan
 
 
 def both(*keys: str) -> tuple[tuple[str, ...], ...]:
@@ -378,8 +378,8 @@ def run_whole(args: argparse.Namespace) -> int:
             planned, left = whole.plan(gpu), end - time.monotonic()
             seconds = START_SECONDS + 1.2 * planned.cfg.train.steps * planned.step_seconds
             if not planned.fits:
-                room = available_gib(planned.machine)
-                print(f"{whole}\n    does not fit: {planned.memory_gib:.1f} GiB of {room:.1f} planned", flush=True)
+                gib = f"{planned.memory_gib:.1f} GiB of {planned.room_gib:.1f}"
+                print(f"{whole}\n    does not fit: {gib} planned", flush=True)
             elif left < seconds:
                 print(f"{whole}\n    takes some {seconds:.0f} s; {max(0, left):.0f} s are left", flush=True)
             else:

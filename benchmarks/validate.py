@@ -31,7 +31,7 @@ import torch
 from benchmarks import record
 from minitron.config import cli, rules
 from minitron.planner.machine import DEVICES, Machine, choose_machine
-from minitron.planner.plan import Plan, available_gib, plan
+from minitron.planner.plan import Plan, plan
 
 LEAST_SECONDS = 60  # of a job, until one has been longer; with less left none is begun
 MOST_SECONDS = 300  # after which one counts as hanging
@@ -91,7 +91,7 @@ def planned(job: Job, machine: Machine) -> Plan:
     rules.check(cfg, job.gpus)
     made = plan(cfg, job.gpus, machine)
     if not made.fits:
-        raise ValueError(f"needs {made.memory_gib:.1f} GiB of {available_gib(machine):.1f}")
+        raise ValueError(f"needs {made.memory_gib:.1f} GiB of {made.room_gib:.1f}")
     return made
 
 

@@ -51,7 +51,7 @@ from minitron.planner.command import layout as described
 from minitron.planner.failures import state_bytes
 from minitron.planner.fit import memory_options, nearest_fit
 from minitron.planner.machine import DEVICES, Machine, choose_machine
-from minitron.planner.plan import available_gib, plan
+from minitron.planner.plan import plan
 
 READ_TOKENS = 1 << 31  # of .bin files, after which others are not read
 READ_BYTES, READ_ROWS = 64 << 20, 1000  # of fine-tuning data, of which more is tokenized in minutes
@@ -146,7 +146,7 @@ def memory(job: Job) -> str:
         raise Unseen(f"not planned: {error}") from None
     if not planned.fits:
         raise ValueError(nearest_fit(planned, job.cfg, memory_options(planned)))
-    gpu, room = job.machine.device.gpu, available_gib(job.machine)
+    gpu, room = job.machine.device.gpu, planned.room_gib
     step = f"a step takes about {planned.step_seconds:.2f} s"
     return f"{planned.memory_gib:.1f} of the {room:.1f} GiB that {gpu} leaves, as planned; {step}"
 

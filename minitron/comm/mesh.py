@@ -109,11 +109,7 @@ class Mesh:
             local = agreement.decide(lambda: node_ranks, lambda counts: _data_ranks_of_a_node(shape, counts))
         axes = offline_axes(rank, shape, tied, Activity(device, stopwatch), local)
         groups: dict[str, dist.ProcessGroup | None] = dict.fromkeys(axes)
-        sharing: dict[tuple[int, int, bool], list[str]] = {}  # the axes of each group
-        for name, (size, stride) in _spans(shape, local).items():
-            if size > 1:
-                sharing.setdefault((size, stride, name == "cp"), []).append(name)
-        for (size, stride, own), names in sharing.items():
+        for (size, stride, own), names in axes_of_groups(shape, local).items():
             group = dist.group.WORLD
             if size < world or own:
                 firsts = (first for first in range(world) if first // stride % size == 0)
@@ -154,6 +150,18 @@ def _make_groups(name: str, lines: list[list[int]]) -> dist.ProcessGroup | None:
     if world is not None and world.bound_device_id is not None:  # NCCL splits the world's communicator
         return dist.split_group(split_ranks=lines, group_desc=name)
     return dist.new_subgroups_by_enumeration(lines, group_desc=name)[0]
+
+
+def axes_of_groups(shape: tuple[int, int, int, int], local: int | None) -> dict[tuple[int, int, bool], list[str]]:
+    """List the axes of each process group but that of tied_stages, by (size, stride, whether no other may share it).
+
+    local: see `offline_axes`.
+    """
+    sharing: dict[tuple[int, int, bool], list[str]] = {}
+    for name, (size, stride) in _spans(shape, local).items():
+        if size > 1:
+            sharing.setdefault((size, stride, name == "cp"), []).append(name)
+    return sharing
 
 
 def _spans(shape: tuple[int, int, int, int], local: int | None) -> dict[str, tuple[int, int]]:

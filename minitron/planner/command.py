@@ -36,7 +36,7 @@ from minitron.planner.failures import SOURCES, Failures, failures
 from minitron.planner.fit import Options, changes, keeps_rules, memory_options, nearest_fit, reached, written
 from minitron.planner.machine import DEVICES, SOFTWARE, Machine, choose_machine
 from minitron.planner.pictures import MEANINGS
-from minitron.planner.plan import Plan, available_gib, plan
+from minitron.planner.plan import Plan, plan
 from minitron.planner.search import Found, search
 from minitron.planner.work import HIDDEN
 
@@ -119,7 +119,7 @@ def record(job: Plan, tokens: float) -> dict:
         "memory_gib": job.memory_gib,
         "graph_gib": job.graph_gib,
         "stays_eager": job.stays_eager,
-        "room_gib": available_gib(job.machine),
+        "room_gib": job.room_gib,
         "fits": job.fits,
         "tokens_per_second": job.tokens_per_second,
         **cost.cost(job, tokens)._asdict(),
@@ -157,7 +157,7 @@ def table(job: Plan, o: argparse.Namespace, options: Options) -> str:
     lines = [
         f"{job.world} x {job.machine.device.gpu}: {layout(job.cfg, job.world)}",
         "",
-        f"memory {job.memory_gib:8.2f} GiB of {available_gib(job.machine):.1f} on pipeline rank {job.fullest}: "
+        f"memory {job.memory_gib:8.2f} GiB of {job.room_gib:.1f} on pipeline rank {job.fullest}: "
         f"{'fits' if job.fits else 'does not fit'}",
     ]
     lines += [

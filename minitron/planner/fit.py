@@ -88,10 +88,10 @@ def nearest_fit(job: Plan, given: Config, options: Options = ()) -> str:
     given: the configuration that the line changes. options: those of `memory_options`, which keep the layout. More GPUs
     are named only if nothing fits on as many.
     """
-    machine, available = job.machine, available_gib(job.machine)
+    machine = job.machine
     part, size = max(job.memory.items(), key=lambda pair: pair[1])
     problem = (
-        f"{job.memory_gib:.1f} GiB do not fit into the {available:.1f} GiB that {machine.device.gpu} leaves on "
+        f"{job.memory_gib:.1f} GiB do not fit into the {job.room_gib:.1f} GiB that {machine.device.gpu} leaves on "
         f"pipeline rank {job.fullest}; the largest part is {part}, {size / 2**30:.1f} GiB"
     )
     remedies = [" and ".join(keys) for keys, option in options if option.fits][:1]
@@ -109,13 +109,14 @@ def _nearest(cfg: Config, world: int, machine: Machine) -> Config | None:
     """Return the layout that fits after the fewest changes, the fastest of several; None if none fits."""
     pairs = product(plain_layouts(cfg, world, machine), RECOMPUTE)
     every = (changed(layout, train=dict(recompute=recompute)) for layout, recompute in pairs)
-    distance, fitting, available = None, [], available_gib(machine) * 2**30
+    distance, fitting = None, []
     for layout in sorted(every, key=lambda layout: len(changes(cfg, layout))):
         if fitting and len(changes(cfg, layout)) > distance:
             break
         if not keeps_rules(layout, world):
             continue
         memory = Memory(layout, world, gpus_per_node=machine.fabric.gpus_per_node)
+        available = available_gib(machine, memory) * 2**30
         if sum(memory.lasting()) <= available and memory.peak()[1].total() <= available:
             eager = no_room_for_graphs(memory, machine)
             timed = changed(layout, train=dict(cuda_graph="off")) if eager else layout

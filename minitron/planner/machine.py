@@ -47,7 +47,7 @@ class Device:
     gpu: str  # as CUDA names it: H100
     fabric: str  # the network that it usually has
     memory_gib: float  # as CUDA reports
-    reserved_gib: MayBeZero  # the part outside of torch's allocator: context, NCCL
+    context_gib: MayBeZero  # outside of torch's allocator, without NCCL: CUDA and libraries
     processors: int  # streaming multiprocessors
     gemm_tflops: dict[str, float]  # bf16, fp8: a product without its memory traffic
     weight_grad: dict[str, float]  # share of that rate that weight gradients reach

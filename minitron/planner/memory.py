@@ -29,6 +29,9 @@ A step that is recorded as CUDA graphs (pipeline/replay.py) needs more: 4 to 8 K
 The pool of its activations also has more fragments than eager steps have. Evaluation reuses the buffers of a step's FP8
 casts. None of this is part of the peak: if there is no room for a recording, the steps stay eager.
 
+NCCL takes memory beside torch's allocator (`communicators`): for its code, for each process group when it is made and
+when it first runs a collective, and for each rank that it sends messages to.
+
 Steps that count what casts lose (log.numerics_every) have a second recording. The comparison with the cast needs
 temporaries.
 
@@ -44,6 +47,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
+from minitron.comm.mesh import axes_of_groups
 from minitron.config import sizes
 from minitron.config.schema import Config
 from minitron.config.sizes import COLUMN_PARALLEL, ITEM, PERSISTENT, StateBytes
@@ -54,6 +58,11 @@ RECEIVED = 6  # received tensors held at once, both directions
 NODE_BYTES = 8 << 10  # a kernel or copy in a CUDA graph
 GRAPHS_OF_ONE_STAGE = 3  # with one pipeline stage: for the first microbatch, one in the middle, the last
 GRAPH_BYTES = 350 << 20  # unused memory in the pool of recorded steps
+# NCCL 2.28.9, by benchmarks/nccl_memory.py on two GPUs of a node
+NCCL_BYTES = 416 << 20  # its code, loaded by the first group, collective and message
+GROUP_BYTES = 198 << 20
+COLLECTIVE_BYTES = 288 << 20  # a group's first one
+PEER_BYTES = 384 << 20  # a group's first message to another rank
 PARTS = (*PERSISTENT, "activations", "working", "messages")
 _operations = lru_cache(256)(operations)
 
@@ -98,6 +107,22 @@ class Memory(StateBytes):
             more += nodes * (sizes.NODES_PER_LAYER + sizes.NODES_OF_COUNTS) // sizes.NODES_PER_LAYER
         nodes += more
         return NODE_BYTES * nodes + GRAPH_BYTES
+
+    def communicators(self) -> int:
+        """Estimate the bytes that NCCL takes on a rank in the middle of a pipeline, as if all ranks were in one node.
+
+        Between nodes it takes less: 18 MiB a group by sockets. By InfiniBand nobody has measured it.
+        """
+        p = self.cfg.parallel
+        local, nodes = data_levels(self.cfg, self.shards, self.gpus_per_node)
+        groups = axes_of_groups((p.pp, self.shards // p.cp, p.cp, p.tp), local if nodes > 1 else None)
+        if not groups:
+            return 0
+        running = sum(names != ["dp"] for names in groups.values())  # nothing is summed over dp alone
+        running += p.pp > 2 and self.cfg.model.tie_embeddings
+        peers = min(2, p.pp - 1) + (p.cp - 1 if p.cp_style == "ulysses" else min(2, p.cp - 1) * (p.cp_style == "ring"))
+        made = GROUP_BYTES * (running + (["dp"] in groups.values()))
+        return NCCL_BYTES + made + COLLECTIVE_BYTES * running + PEER_BYTES * peers
 
     # ---- what a microbatch leaves
 

@@ -265,7 +265,7 @@ def memory(tour: Tour, per_node: int) -> dict:
         if trace is not None:
             timeline = [[action_text(action), size] for action, size in trace["timeline"] if action != "build"]
             rows[-1] |= {"peak": action_text(trace["peak_action"]), "timeline": timeline}
-    limit = None if tour.machine is None else available_gib(tour.machine) * 2**30
+    limit = None if tour.machine is None else available_gib(tour.machine, planned) * 2**30
     return {"rows": rows, "limit": limit, "device": tour.machine and tour.machine.device.gpu}
 
 

@@ -18,7 +18,7 @@ from minitron.planner import cost, style
 from minitron.planner.draw import draw_svg
 from minitron.planner.fit import keeps_rules
 from minitron.planner.machine import read_machines
-from minitron.planner.plan import Plan, available_gib, plan
+from minitron.planner.plan import Plan, plan
 from minitron.planner.published import configuration, published_steps
 from minitron.planner.style import BLUE, GOLD, GREEN, GREY, ORANGE, PURPLE, RED, tint
 
@@ -144,7 +144,7 @@ def memory(job: Plan):
     if any(graphs):
         hatched = {"color": "white", "edgecolor": style.FAINT, "hatch": "//////", "lw": 0.5}
         bars.barh(names, graphs, 0.75, left, label="CUDA graphs, if there is room", **hatched)
-    room, full = available_gib(job.machine), [total + graph for total, graph in zip(left, graphs)]
+    room, full = job.room_gib, [total + graph for total, graph in zip(left, graphs)]
     bars.axvline(room, color=RED, ls="--", label=f"room: {room:.1f} GiB")
     for rank, (total, end) in enumerate(zip(left, full)):
         at = room if 0.93 * room < end < room else end  # the number would lie on the line

@@ -76,17 +76,22 @@ class Plan:
         return self.memory.total() / 2**30
 
     @property
+    def room_gib(self) -> float:
+        return available_gib(self.machine, self.sizes)
+
+    @property
     def graph_gib(self) -> float:
         """Return the GiB that recorded steps need beyond `memory_gib`."""
         return 0.0 if self.machine.software.eager else self.sizes.graph(self.fullest) / 2**30
 
     @property
     def fits(self) -> bool:
-        return self.memory_gib <= available_gib(self.machine)
+        return self.memory_gib <= self.room_gib
 
 
-def available_gib(machine: Machine) -> float:
-    return machine.device.memory_gib - machine.device.reserved_gib
+def available_gib(machine: Machine, memory: Memory) -> float:
+    """Return the GiB that torch's allocator can have on each GPU of a job."""
+    return machine.device.memory_gib - machine.device.context_gib - memory.communicators() / 2**30
 
 
 def plan(cfg: Config, world: int, machine: Machine) -> Plan:
@@ -103,7 +108,7 @@ def plan(cfg: Config, world: int, machine: Machine) -> Plan:
 
 def no_room_for_graphs(memory: Memory, machine: Machine) -> bool:
     """Return whether the job fits, but not with the CUDA graphs of every rank: then all ranks stay eager."""
-    room = available_gib(machine) * 2**30
+    room = available_gib(machine, memory) * 2**30
     ranks = [(memory.bytes_by_part(rank).total(), memory.graph(rank)) for rank in range(memory.cfg.parallel.pp)]
     fits = max(peak for peak, _ in ranks) <= room
     return fits and not machine.software.eager and max(peak + graph for peak, graph in ranks) > room

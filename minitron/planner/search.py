@@ -405,6 +405,7 @@ class _Search:
     def check_memory(self, candidate: Candidate) -> str:
         """Find the candidate's memory, first that of its first rank. Return why it is rejected, "" if it is not."""
         memory = Memory(candidate.cfg, self.world, gpus_per_node=self.machine.fabric.gpus_per_node)
+        available = available_gib(self.machine, memory)
         for measure, reason in (
             (lambda: self.lasting(candidate.cfg, memory), TOO_LARGE),
             (lambda: memory.bytes_by_part(0).total(), TOO_MUCH),
@@ -412,7 +413,7 @@ class _Search:
             (lambda: memory.peak()[1].total(), TOO_MUCH),
         ):
             gib = measure() / 2**30
-            if gib > available_gib(self.machine):
+            if gib > available:
                 return reason
             if not self.useful(candidate, gib):
                 return NOT_SMALLER if reason == TOO_LARGE else TOO_SLOW

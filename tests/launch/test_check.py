@@ -117,7 +117,7 @@ def test_a_job_that_would_run(stage):
                 "CHECKPOINT_DIR": "/dev/null/a",
             },
             {
-                "memory": ["do not fit into the 76.1 GiB that H100"],
+                "memory": ["do not fit into the 74.1 GiB that H100"],
                 "tokenizer": ["/no/encoder.json: no such tokenizer file"],
                 "base": ["/nowhere"],
                 "disk": ["checkpoint.dir=/dev/null/a cannot be made: /dev/null is no"],

@@ -70,7 +70,7 @@ def test_json_and_table_say_the_same(capsys):
     assert record["step_seconds"] == job.step_seconds and record["mfu_percent"] == job.mfu_percent
     assert record["memory_gib"] == pytest.approx(sum(record["memory"].values())) == pytest.approx(job.memory_gib)
     assert f"  and {record['graph_gib']:17.2f} GiB more if steps are recorded as CUDA graphs\n" in table
-    assert record["fits"] is True and record["room_gib"] == available_gib(job.machine)
+    assert record["fits"] is True and record["room_gib"] == available_gib(job.machine, job.sizes)
     assert record["step_seconds"] == pytest.approx(
         sum(seconds for part, seconds in record["seconds"].items() if part not in HIDDEN)
     )
@@ -418,7 +418,8 @@ def test_keys_are_added_up_where_none_alone_is_enough(monkeypatch):
     machine = machine_of(DP8)
     first = plan(cli.load(job), 4, machine)
     least = min(other.memory_gib for _, other in memory_options(first))
-    small = replace(machine, device=replace(machine.device, memory_gib=least - 0.5, reserved_gib=0.0))
+    nccl = first.sizes.communicators() / 2**30
+    small = replace(machine, device=replace(machine.device, memory_gib=least - 0.5 + nccl, context_gib=0.0))
     found = memory_options(replace(first, machine=small))
     assert not any(other.fits for keys, other in found if len(keys) == 1)
     keys, last = found[-1]
@@ -427,7 +428,7 @@ def test_keys_are_added_up_where_none_alone_is_enough(monkeypatch):
     # Where less than all of them is enough, the later ones are left out.
     monkeypatch.setattr(fit, "KEYS", fit.KEYS[:-1])
     least = min(other.memory_gib for _, other in memory_options(first))
-    small = replace(small, device=replace(small.device, memory_gib=least - 0.2))
+    small = replace(small, device=replace(small.device, memory_gib=least - 0.2 + nccl))
     keys, last = memory_options(replace(first, machine=small))[-1]
     assert keys == ["model.head_piece=2048", "train.recompute=selective", "train.micro_batch_size=1"] and last.fits
     assert not plan(cli.load([*job, *keys[:-1]]), 4, small).fits
@@ -640,7 +641,7 @@ def test_the_picture_of_memory_has_every_part_of_every_rank(keys):
     totals = [f"{sizes.bytes_by_part(rank).total() / 2**30:.1f}" for rank in range(2)]
     assert [text.get_text() for text in bars.texts] == totals
     assert [text.get_weight() == "bold" for text in bars.texts] == [rank == job.fullest for rank in range(2)]
-    assert set(bars.lines[0].get_xdata()) == {available_gib(job.machine)}
+    assert set(bars.lines[0].get_xdata()) == {job.room_gib}
     # Each rank's line is its curve, which reaches the peak but for what an operation works with, and comes back.
     for rank, line in enumerate(lines.lines):
         curve = pictures.memory_curve(job, rank)

@@ -1,17 +1,18 @@
 """What each term of a plan is worth, where a mistake would hide in larger ones: by hand, on a GPU without any loss."""
 
+import json
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from test_planner import GPT3, IDEAL, SMALL
+from test_planner import GPT3, IDEAL, ROOT, SMALL
 
 from minitron.comm.mesh import Mesh
 from minitron.config import cli
 from minitron.config.sizes import bucket_limit
 from minitron.planner.machine import SOFTWARE
-from minitron.planner.memory import Memory, data_levels
+from minitron.planner.memory import COLLECTIVE_BYTES, GROUP_BYTES, NCCL_BYTES, PEER_BYTES, Memory, data_levels
 from minitron.planner.plan import Step, no_room_for_graphs, plan
 from minitron.planner.work import PACKED_KEYS, SHARES, StageTime, total
 from minitron.train import build
@@ -521,8 +522,9 @@ def test_one_rank_without_room_for_graphs_keeps_all_eager(peaks, graphs, eager, 
         cfg=cli.load([*SMALL, "parallel.pp=2"]),
         bytes_by_part=lambda rank: Counter(all=peaks[rank] << 30),
         graph=lambda rank: graphs[rank] << 30,
+        communicators=lambda: 1 << 30,
     )
-    machine = replace(with_device(memory_gib=11, reserved_gib=1), software=replace(IDEAL.software, eager=eager))
+    machine = replace(with_device(memory_gib=11.5, context_gib=0.5), software=replace(IDEAL.software, eager=eager))
     assert no_room_for_graphs(memory, machine) == stays
 
 
@@ -540,6 +542,45 @@ def test_one_rank_without_room_for_graphs_keeps_all_eager(peaks, graphs, eager, 
 def test_the_data_ranks_of_a_node(tp, per_node, shards, wire, levels):
     cfg = cli.load([*SMALL, f"parallel.tp={tp}", f"optimizer.reduce_dtype={wire}"])
     assert data_levels(cfg, shards, per_node) == levels
+
+
+@pytest.mark.parametrize(
+    "world, keys, groups, collectives, peers",
+    [
+        (1, [], 0, 0, 0),
+        (8, [], 1, 1, 0),  # the data ranks are the world
+        (8, ["parallel.tp=2"], 3, 3, 0),
+        (8, ["parallel.tp=2", "parallel.pp=2"], 4, 4, 1),
+        (16, ["parallel.pp=4"], 3, 3, 2),
+        (16, ["parallel.pp=4", "model.tie_embeddings=true"], 4, 4, 2),
+        (16, ["parallel.pp=2", "model.tie_embeddings=true"], 3, 3, 1),  # the pipeline's two ranks
+        (16, ["parallel.tp=2", "parallel.cp=2"], 5, 4, 1),  # nothing runs over dp alone
+        (16, ["parallel.cp=4"], 3, 2, 2),
+        (16, ["parallel.cp=4", "parallel.cp_style=ulysses", "parallel.pp=2"], 5, 4, 4),
+        (16, ["parallel.cp=4", "parallel.cp_style=allgather"], 3, 2, 0),
+        (32, ["optimizer.reduce_dtype=bf16"], 3, 3, 0),  # and a node, and ranks of equal place
+    ],
+)
+def test_what_nccl_takes(world, keys, groups, collectives, peers):
+    memory = Memory(cli.load([*SMALL, *keys]), world, gpus_per_node=8)
+    each = GROUP_BYTES * groups + COLLECTIVE_BYTES * collectives + PEER_BYTES * peers
+    assert memory.communicators() == (NCCL_BYTES + each if world > 1 else 0)
+
+
+def test_what_nccl_takes_was_measured():
+    """In the node: the rest of the world's and of the first message are NCCL's code."""
+    for line in (ROOT / "benchmarks" / "results" / "results.jsonl").read_text().splitlines():
+        if (row := json.loads(line))["kind"] == "nccl" and row["nodes"] == 1:
+            break
+    found: dict[str, list[int]] = {}
+    for one in row["mib"]:
+        found.setdefault(one["first"], []).append(round(one["mib"]))
+    made, first, message = (found[name] for name in ("made", "all-reduce", "message, peer 1 of 1"))
+    assert max(made[1:]) << 20 == GROUP_BYTES and max(first[1:]) << 20 == COLLECTIVE_BYTES
+    assert max(message[1:]) << 20 == PEER_BYTES
+    assert sum(of[0] - max(of[1:]) for of in (made, first, message)) << 20 == NCCL_BYTES
+    whole = NCCL_BYTES + len(made) * GROUP_BYTES + len(first) * COLLECTIVE_BYTES + len(message) * PEER_BYTES
+    assert whole == pytest.approx(row["mib_of_all"] * 2**20, rel=0.01)
 
 
 COUNTED = [FP8, "log.dir=unused", "log.numerics_every=10"]

@@ -391,7 +391,8 @@ def test_actions_have_names():
 def test_memory_is_that_of_the_dry_run_or_of_the_plan(tour, page):
     for machine, dry in ((None, tour.dry), (choose_machine("h100", None), {1: tour.dry[1]})):
         found = pages.memory(replace(tour, machine=machine, dry=dry), 8)
-        limit = (available_gib(machine) * 2**30, "H100") if machine else (None, None)
+        sizes = Memory(tour.cfg, tour.world, gpus_per_node=8)
+        limit = (available_gib(machine, sizes) * 2**30, "H100") if machine else (None, None)
         assert (found["limit"], found["device"]) == limit
         for rank, row in enumerate(found["rows"]):
             if rank in dry:
