@@ -4,6 +4,7 @@ torchrun --nproc-per-node N tests/gpu/run_layouts.py [PATTERN ...]    prints a r
 
 PATTERN: a regular expression that the wanted rows match somewhere, such as "gpt fp8.*'tp': 2". `--part 1/2` runs the
 first half of these rows. `--nodes 2` lets the ranks play two nodes, which communicate by sockets (tests/nodes.py).
+N may be more than there are GPUs: start NVIDIA's MPS before, or ranks that wait for each other take turns.
 """
 
 import argparse
@@ -206,11 +207,17 @@ def rows_of(world: int) -> list[tuple]:
 
 
 def begin(nodes_played: int) -> tuple[int, int, torch.device]:
-    """Make the process group of the ranks, which play that many nodes; return rank, world and this rank's GPU."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    """Make the process group of the ranks, which play that many nodes; return rank, world and this rank's GPU.
+
+    Where there are fewer GPUs than ranks, ranks share them.
+    """
+    names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+    (rank, world, local_rank, ranks), gpus = (int(os.environ[name]) for name in names), torch.cuda.device_count()
+    device = torch.device("cuda", local_rank % gpus)
     torch.cuda.set_device(device)
     nodes.play(rank, world, nodes_played)
+    if nodes_played == 1 and gpus < ranks:
+        nodes.share_gpu(rank)
     dist.init_process_group("nccl", device_id=device)
     return rank, world, device
 
