@@ -35,7 +35,7 @@ TORCH = {"torch", "triton", "transformer_engine", "flash_attn", "amp_C", "fused_
 # the supervisor.
 NO_TORCH = {"config", "data", "planner", "supervise"}
 RUNTIME = {f"runtime.{name}" for name in ("environment", "signals", "sinks", "status")}
-AND = {"pipeline.schedule", *RUNTIME}
+AND = {"comm.layout", "pipeline.schedule", *RUNTIME}
 BUT = {
     "data.batch",
     "data.evaluation",

@@ -24,7 +24,6 @@ order. So cp has its own: messages of a ring must not wait for sums of gradients
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -33,6 +32,7 @@ import torch.distributed as dist
 
 from minitron.comm.activity import Activity, Stopwatch
 from minitron.comm.agree import Agreement
+from minitron.comm.layout import axes_of_groups, spans
 
 AXES = ("pp", "dp", "cp", "tp")
 UNWATCHED = Activity()  # of an axis that was made without a mesh: written, but never read
@@ -152,33 +152,6 @@ def _make_groups(name: str, lines: list[list[int]]) -> dist.ProcessGroup | None:
     return dist.new_subgroups_by_enumeration(lines, group_desc=name)[0]
 
 
-def axes_of_groups(shape: tuple[int, int, int, int], local: int | None) -> dict[tuple[int, int, bool], list[str]]:
-    """List the axes of each process group but that of tied_stages, by (size, stride, whether no other may share it).
-
-    local: see `offline_axes`.
-    """
-    sharing: dict[tuple[int, int, bool], list[str]] = {}
-    for name, (size, stride) in _spans(shape, local).items():
-        if size > 1:
-            sharing.setdefault((size, stride, name == "cp"), []).append(name)
-    return sharing
-
-
-def _spans(shape: tuple[int, int, int, int], local: int | None) -> dict[str, tuple[int, int]]:
-    """Return (size, stride) of the axes that all ranks have: `size` ranks, each `stride` after the one before."""
-    pp, dp, cp, tp = shape
-    return {
-        "pp": (pp, dp * cp * tp),
-        "dp": (dp, cp * tp),
-        "cp": (cp, tp),
-        "tp": (tp, 1),
-        "dp_cp": (dp * cp, tp),
-        "in_node": (local or dp * cp, tp),
-        "across_nodes": (dp * cp // local if local else 1, tp * (local or 1)),
-        "world": (math.prod(shape), 1),
-    }
-
-
 def _data_ranks_of_a_node(shape: tuple[int, int, int, int], node_ranks: list[int]) -> int | None:
     """Return how many dp_cp ranks a node has: 0 if nodes differ or are unknown, None if one node has all of dp_cp.
 
@@ -201,7 +174,7 @@ def offline_axes(
     tied: see `Mesh.create`. local: the ranks of dp_cp that a node has; None: dp_cp has one level.
     """
     lines = {}
-    for name, (size, stride) in _spans(shape, local).items():
+    for name, (size, stride) in spans(shape, local).items():
         first = rank - rank // stride % size * stride
         lines[name] = tuple(range(first, first + size * stride, stride))
     ends = (lines["pp"][0], lines["pp"][-1]) if shape[0] > 1 and tied else ()

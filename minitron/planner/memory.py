@@ -47,7 +47,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
-from minitron.comm.mesh import axes_of_groups
+from minitron.comm.layout import axes_of_groups
 from minitron.config import sizes
 from minitron.config.schema import Config
 from minitron.config.sizes import COLUMN_PARALLEL, ITEM, PERSISTENT, StateBytes
