@@ -4,8 +4,8 @@ GPUs of one host read each other's memory, and no collective of NCCL runs betwee
 questions differently: NCCL takes the name of the host from NCCL_HOSTID once, when the first communicator is made, and
 between hosts it uses the network, here sockets. Our own test of one host (comm/shared_memory.py) compares host names.
 
-NCCL refuses two ranks of a host on one GPU, but not of two hosts. So ranks that play nodes may share a GPU, and with
-`share_gpu` the ranks of a node may, too: these exchange by symmetric memory, as GPUs do.
+NCCL refuses two ranks of a host on one GPU, but not of two hosts. So ranks of different played nodes may share a GPU.
+With `share_gpu` all ranks of the one host may: they exchange by symmetric memory, as GPUs do.
 """
 
 from __future__ import annotations

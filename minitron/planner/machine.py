@@ -114,6 +114,8 @@ def read_machines(path: Path = DEVICES) -> tuple[dict[str, Device], dict[str, Fa
     """Read devices and fabrics by name. Raises ValueError for a missing or unknown key, and for a bad number."""
     try:
         content = read_json(path)
+        if any("reserved_gib" in values for values in content["devices"].values()):
+            raise ValueError("reserved_gib has become context_gib, without NCCL's memory: write 0.5")
         devices = {name: Device(**values) for name, values in content["devices"].items()}
         fabrics = {name: Fabric(**values) for name, values in content["fabrics"].items()}
         for one in (*devices.values(), *fabrics.values()):

@@ -60,9 +60,9 @@ GRAPHS_OF_ONE_STAGE = 3  # with one pipeline stage: for the first microbatch, on
 GRAPH_BYTES = 350 << 20  # unused memory in the pool of recorded steps
 # NCCL 2.28.9, by benchmarks/nccl_memory.py on two GPUs of a node
 NCCL_BYTES = 416 << 20  # its code, loaded by the first group, collective and message
-GROUP_BYTES = 198 << 20
-COLLECTIVE_BYTES = 288 << 20  # a group's first one
-PEER_BYTES = 384 << 20  # a group's first message to another rank
+GROUP_BYTES = 198 << 20  # a group, when it is made
+COLLECTIVE_BYTES = 288 << 20  # its first collective
+PEER_BYTES = 384 << 20  # its first message to another rank
 PARTS = (*PERSISTENT, "activations", "working", "messages")
 _operations = lru_cache(256)(operations)
 
@@ -109,20 +109,23 @@ class Memory(StateBytes):
         return NODE_BYTES * nodes + GRAPH_BYTES
 
     def communicators(self) -> int:
-        """Estimate the bytes that NCCL takes on a rank in the middle of a pipeline, as if all ranks were in one node.
+        """Bound the bytes that NCCL takes on a rank: those of all groups of the job, as if they were in one node.
 
-        Between nodes it takes less: 18 MiB a group by sockets. By InfiniBand nobody has measured it.
+        A rank sends to two neighbours of its pipeline, and to two of a ring or all of Ulysses' exchange. Left out:
+        messages of gradients' sums between nodes, and NVLink's multicast. By sockets groups take less. By InfiniBand
+        they are not measured.
         """
         p = self.cfg.parallel
         local, nodes = data_levels(self.cfg, self.shards, self.gpus_per_node)
         groups = axes_of_groups((p.pp, self.shards // p.cp, p.cp, p.tp), local if nodes > 1 else None)
         if not groups:
             return 0
-        running = sum(names != ["dp"] for names in groups.values())  # nothing is summed over dp alone
-        running += p.pp > 2 and self.cfg.model.tie_embeddings
-        peers = min(2, p.pp - 1) + (p.cp - 1 if p.cp_style == "ulysses" else min(2, p.cp - 1) * (p.cp_style == "ring"))
-        made = GROUP_BYTES * (running + (["dp"] in groups.values()))
-        return NCCL_BYTES + made + COLLECTIVE_BYTES * running + PEER_BYTES * peers
+        made = len(groups) + (1 if p.pp > 2 and self.cfg.model.tie_embeddings else 0)
+        silent = [["dp"]] if p.cp_style == "allgather" else [["dp"], ["cp"]]  # these run no collective
+        running = made - sum(names in silent for names in groups.values())
+        around = {"ring": min(2, p.cp - 1), "ulysses": p.cp - 1, "allgather": 0}[p.cp_style]
+        peers = min(2, p.pp - 1) + around
+        return NCCL_BYTES + GROUP_BYTES * made + COLLECTIVE_BYTES * running + PEER_BYTES * peers
 
     # ---- what a microbatch leaves
 

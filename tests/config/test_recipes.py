@@ -383,6 +383,7 @@ def test_jube_s_job_of_175b_is_planned_below_the_baseline(tmp_path):
     for job, report in zip((own, default), seconds):
         for figure in (f" {report:.0f} s", f" {job.step_seconds:.2f} s", f" {job.memory_gib:.1f} GiB"):
             assert figure in text
+    assert f" of {default.room_gib:.1f} that the A100 leaves" in text
 
 
 # ---- faster layouts -------------------------------------------------------------------------------------------------
@@ -409,7 +410,7 @@ def said(name: str) -> list[tuple[str, str, str]]:
 def share(cfg: Config, other: Config, world: int, machine: Machine) -> float:
     """By how many percent the other one is faster, as planned."""
     before, after = (plan(c, world, machine) for c in (cfg, other))
-    assert after.fits
+    assert after.memory_gib + 2 <= after.room_gib
     return 100 * (before.step_seconds / after.step_seconds - 1)
 
 
@@ -426,11 +427,18 @@ def test_a_variant_that_a_recipe_calls_faster_is_planned_so(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", JOBS)
 def test_a_recipe_says_which_variant_the_search_finds_faster(name):
-    """And by how much: who takes the recipe as it is knows what he leaves. Minutes for the large ones."""
+    """With 2 GiB to spare, and within a percent of the fastest: who takes the recipe as it is knows what he leaves.
+
+    A layout that was measured stays while no other is a percent faster. The search does not change formats, so it
+    begins with those of the row. Minutes for the large ones.
+    """
     machine, world, found = cases(name)
-    due = []
+    smaller = replace(machine, device=replace(machine.device, memory_gib=machine.device.memory_gib - 2))
     for precision, cfg in found.items():
-        best = search(cfg, world, machine, 1).best[0].cfg
-        if (percent := share(cfg, best, world, machine)) >= WORTH_SAYING:
-            due.append((f"{percent:.1f}", precision, " ".join(written(changes(cfg, best)))))
-    assert said(name) == due
+        rows = [(float(percent), keys.split()) for percent, of, keys in said(name) if of == precision]
+        formats = [key for _, keys in rows for key in keys if key.startswith("precision.")]
+        fp8 = in_fp8(name) if precision == "FP8" else []
+        best = search(cli.load([recipe(name), *fp8, *formats]), world, smaller, 1).best[0].cfg
+        percent = share(cfg, best, world, machine)
+        assert rows or percent < WORTH_SAYING, f"{percent:.1f} % {precision}: {written(changes(cfg, best))}"
+        assert all(percent - 1 < named < percent + 0.1 for named, _ in rows), (percent, written(changes(cfg, best)))

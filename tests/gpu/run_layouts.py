@@ -212,11 +212,14 @@ def begin(nodes_played: int) -> tuple[int, int, torch.device]:
     Where there are fewer GPUs than ranks, ranks share them.
     """
     names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
-    (rank, world, local_rank, ranks), gpus = (int(os.environ[name]) for name in names), torch.cuda.device_count()
+    rank, world, local_rank, local_world = (int(os.environ[name]) for name in names)
+    gpus = torch.cuda.device_count()
+    if 1 < nodes_played < local_world / gpus:
+        raise ValueError(f"{local_world} ranks on {gpus} GPUs play at least {local_world // gpus} nodes, or 1")
     device = torch.device("cuda", local_rank % gpus)
     torch.cuda.set_device(device)
     nodes.play(rank, world, nodes_played)
-    if nodes_played == 1 and gpus < ranks:
+    if nodes_played == 1 and gpus < local_world:
         nodes.share_gpu(rank)
     dist.init_process_group("nccl", device_id=device)
     return rank, world, device

@@ -32,6 +32,7 @@ from minitron.planner.work import FUSED_ATTENTION, StageTime, document_tokens, t
 ROOT = Path(__file__).resolve().parents[2]
 DEVICES, FABRICS = read_machines()
 H100 = Machine(DEVICES["h100"], FABRICS["ndr400"])
+OUTSIDE_GIB = 1.4  # what CUDA takes, and NCCL in a node whose ranks are all data ranks
 # A GPU whose seconds are operations / 1e12, bytes / 1e12 and messages / 1e9, without any loss.
 IDEAL = Machine(
     Device(
@@ -941,6 +942,9 @@ def test_a_broken_table_of_devices_is_one_line(tmp_path):
             ValueError, match="devices.json is not a table of devices .*; it needs `devices` with gpu, "
         ):
             read_machines(path)
+    path.write_text(json.dumps({"devices": {"x": h100 | {"reserved_gib": 3.0}}, "fabrics": {}}))
+    with pytest.raises(ValueError, match="reserved_gib has become context_gib, without NCCL's memory: write 0.5"):
+        read_machines(path)
     with pytest.raises(ValueError, match="is not a table of devices"):
         read_machines(tmp_path / "none.json")
 
@@ -1014,7 +1018,7 @@ def everything(cfg, world, machine):
 def test_the_search_finds_what_trying_everything_finds(memory_gib, recompute):
     """Also from a configuration that recomputes more than it needs to: the search never tried less than that."""
     cfg = cli.load([*SMALL, f"train.recompute={recompute}"])
-    machine = replace(H100, device=replace(H100.device, memory_gib=memory_gib + 3))
+    machine = replace(H100, device=replace(H100.device, memory_gib=memory_gib + OUTSIDE_GIB))
     found, every = search(cfg, 8, machine, count=3, smaller=False), list(everything(cfg, 8, machine))
     fastest = sorted(job.step_seconds for job in every)[:3]
     assert [job.step_seconds for job in found.best] == pytest.approx(fastest)
@@ -1026,13 +1030,14 @@ def test_the_search_finds_what_trying_everything_finds(memory_gib, recompute):
     looked_at = len(best) + len(found.others) + sum(found.reasons.values())
     assert looked_at == sum(1 for _ in layouts(cfg, 8, machine))
     assert any("rule" in reason for reason in found.reasons)
+    assert any("too large" in reason for reason in found.reasons) == (memory_gib < 8)
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("memory_gib", [8.0, 2.4])
 def test_what_less_memory_costs_is_what_trying_everything_finds(memory_gib):
     """Each is the fastest that fits into nine tenths of the one before, of all layouts and all they may recompute."""
-    cfg, machine = cli.load(SMALL), replace(H100, device=replace(H100.device, memory_gib=memory_gib + 3))
+    cfg, machine = cli.load(SMALL), replace(H100, device=replace(H100.device, memory_gib=memory_gib + OUTSIDE_GIB))
     found = search(cfg, 8, machine, count=1).smaller
     assert found[0].step_seconds == search(cfg, 8, machine, count=1, smaller=False).best[0].step_seconds
     every = []

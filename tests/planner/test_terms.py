@@ -554,9 +554,9 @@ def test_the_data_ranks_of_a_node(tp, per_node, shards, wire, levels):
         (16, ["parallel.pp=4"], 3, 3, 2),
         (16, ["parallel.pp=4", "model.tie_embeddings=true"], 4, 4, 2),
         (16, ["parallel.pp=2", "model.tie_embeddings=true"], 3, 3, 1),  # the pipeline's two ranks
-        (16, ["parallel.tp=2", "parallel.cp=2"], 5, 4, 1),  # nothing runs over dp alone
-        (16, ["parallel.cp=4"], 3, 2, 2),
-        (16, ["parallel.cp=4", "parallel.cp_style=ulysses", "parallel.pp=2"], 5, 4, 4),
+        (16, ["parallel.tp=2", "parallel.cp=2"], 5, 3, 1),  # nothing runs over dp alone, and messages around the ring
+        (16, ["parallel.cp=4"], 3, 1, 2),
+        (16, ["parallel.cp=4", "parallel.cp_style=ulysses", "parallel.pp=2"], 5, 3, 4),
         (16, ["parallel.cp=4", "parallel.cp_style=allgather"], 3, 2, 0),
         (32, ["optimizer.reduce_dtype=bf16"], 3, 3, 0),  # and a node, and ranks of equal place
     ],
@@ -568,7 +568,7 @@ def test_what_nccl_takes(world, keys, groups, collectives, peers):
 
 
 def test_what_nccl_takes_was_measured():
-    """In the node: the rest of the world's and of the first message are NCCL's code."""
+    """What the first group, collective and message take beyond later ones is NCCL's code."""
     for line in (ROOT / "benchmarks" / "results" / "results.jsonl").read_text().splitlines():
         if (row := json.loads(line))["kind"] == "nccl" and row["nodes"] == 1:
             break
