@@ -89,7 +89,8 @@ RECIPES = (
     ("gpt3_175b_jube", 384, "juwels-booster", FP16),
     ("gpt3_13b_jube", 32, "juwels-booster", FP16),
 )
-# The same jobs on H100 in the fastest layouts that fit with a graph, by `tools/plan.py --search`.
+# The same jobs on H100 in the fastest layouts that `tools/plan.py --search` found with 3 GiB for CUDA and NCCL. 70B's
+# in bf16 may not leave NCCL enough.
 ULYSSES_70B = "parallel.tp=2", "parallel.vp=7", "parallel.cp=4", "parallel.cp_style=ulysses"
 PAIRS_175B = "train.micro_batch_size=2", "train.recompute=selective"
 MLPERF_TP2 = GRADIENTS, WEIGHTS, "parallel.tp=2", "parallel.pp=16", "parallel.vp=6", "train.global_batch_size=2048"

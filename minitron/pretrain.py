@@ -167,8 +167,7 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
                 mesh.activity.begin("end")
                 all_reduce_(through := torch.zeros(1, device=device), mesh.world)
                 through.item()  # rank 0 may host the store, so it stays until every rank is done with it
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    mesh.close()
     return stop.agreed
 
 

@@ -69,6 +69,24 @@ print("mode:", torch.get_deterministic_debug_mode(), torch.are_deterministic_alg
     assert "mode: 2 True" in done.stdout  # an operation that is not deterministic raises an error
 
 
+def test_a_run_of_ranks_leaves_no_thread_of_gloo(tmp_path):
+    """Such a thread lets go of a tensor at some time after a collective. While Python ends, that aborts the process."""
+    program = tmp_path / "program.py"
+    program.write_text("""
+import sys
+from pathlib import Path
+from minitron.pretrain import main
+main(sys.argv[1:])
+names = [thread.read_text() for thread in Path("/proc/self/task").glob("*/comm")]
+print("threads of gloo:", sum("gloo" in name for name in names), "of", len(names))
+""")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = warm.run(*launcher, str(program), *TINY, "parallel.pp=2", "train.steps=2", env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(re.findall("^threads of gloo: 0 of [1-9]", done.stdout, re.M)) == 2, done.stdout
+
+
 def test_what_a_run_leaves_and_that_its_own_config_repeats_it(tmp_path):
     options = [
         "train.steps=4",

@@ -82,6 +82,18 @@ class Mesh:
         """Write the rank and its coordinates: "rank 5 (pp 1, dp 0, cp 0, tp 1)"."""
         return f"rank {self.rank} ({', '.join(f'{name} {getattr(self, name).rank}' for name in AXES)})"
 
+    def close(self) -> None:
+        """End all process groups and their threads.
+
+        A thread of gloo lets go of a tensor after its collective. If Python is ending by then, the process aborts.
+        """
+        for part in vars(self).values():
+            if isinstance(part, Axis):
+                object.__setattr__(part, "group", None)  # the last reference to a group ends its threads
+        self.agreement.levels = ()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
     @staticmethod
     def create(
         *,
