@@ -109,7 +109,7 @@ class Memory(StateBytes):
         return NODE_BYTES * nodes + GRAPH_BYTES
 
     def communicators(self) -> int:
-        """Bound the bytes that NCCL takes on a rank: those of all groups of the job, as if they were in one node.
+        """Estimate the bytes that NCCL takes on a rank: those of all groups of the job, as if they were in one node.
 
         A rank sends to two neighbours of its pipeline, and to two of a ring or all of Ulysses' exchange. Left out:
         messages of gradients' sums between nodes, and NVLink's multicast. By sockets groups take less. By InfiniBand
